@@ -1,0 +1,34 @@
+"""Masked diffusion captioning: visual features learnt by reconstructing masked captions (arXiv 2510.26799).
+
+`mdc.load(path)` opens a trained checkpoint. Everything heavy is imported on first use, so that
+`import mdc` and `mdc --help` stay quick.
+"""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mdc.api import Captioner, load
+
+__version__ = "0.1.0"
+
+# No library that we use may call home or ask about updates. A value set by the user wins.
+for _name, _value in {
+    "NO_ALBUMENTATIONS_UPDATE": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DVC_NO_ANALYTICS": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+__all__ = ["Captioner", "__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("load", "Captioner"):
+        from mdc import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'mdc' has no attribute {name!r}")

@@ -1,0 +1,440 @@
+"""Typed parameters, one class per stage, and every rule that ties two of them together.
+
+`params.yaml` is read here and nowhere else. It is read as YAML 1.2, as DVC reads it, so that `1e-4` is a number
+for both. Types are strict: a quoted "0.1" is not a number and an unknown key is an error that names the close match.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from mdc.errors import UserError
+
+STAGES = ("download", "caption", "shard", "pretrain", "extract", "evaluate", "report")
+
+ObjectiveName = Literal["mdc", "cmlm", "bert", "autoregressive", "cappa", "clip", "siglip"]
+CONTRASTIVE = ("clip", "siglip")
+CAUSAL = ("autoregressive", "cappa")
+
+T = TypeVar("T")
+
+
+class Section(BaseModel):
+    """Base of all parameter classes: strict types, unknown keys fail, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class PathParams(Section):
+    """Where the pipeline keeps what it makes, relative to the project folder."""
+
+    data: str = "data"  # downloads, captions, shards
+    outputs: str = "outputs"  # model, features, scores, report
+    runs: str = "runs"  # checkpoints of trainings under way; not versioned
+
+
+class DownloadParams(Section):
+    """From a list of URLs to images stored at training size."""
+
+    input: str = "data/sample/urls.parquet"  # one file or a folder of parquet, csv or tsv
+    url_column: str = "url"
+    caption_column: str = "caption"
+    uid_column: str = ""  # "" = a hash of URL and caption
+    label_column: str = ""  # class for probes; "" = none
+    group_column: str = ""  # rows of one group never straddle a split; "" = the image's own content
+    image_size: int = Field(40, ge=8, le=4096)  # stored size of the shorter side, pixels
+    image_format: Literal["jpg", "png", "webp"] = "jpg"
+    image_quality: int = Field(95, ge=1, le=100)  # of jpg and webp
+    background: list[int] = Field([255, 255, 255], min_length=3, max_length=3)  # RGB under transparent pixels
+    max_pixels: int = Field(100_000_000, ge=1)  # larger pictures are refused before they are decoded
+    max_aspect_ratio: float = Field(4.0, ge=1)  # longer side over shorter side
+    max_bytes: int = Field(50_000_000, ge=1)  # of one response body
+    timeout: float = Field(10.0, gt=0)  # seconds without a byte
+    deadline: float = Field(30.0, gt=0)  # seconds for one image in all
+    retries: int = Field(1, ge=0)
+    samples_per_shard: int = Field(1000, ge=1)
+    min_success_rate: float = Field(0.5, ge=0, le=1)  # share of rows below which the stage fails
+    user_agent: str = "mdc/0.1 (img2dataset)"
+
+
+class CaptionParams(Section):
+    """Tokens, the length filter, and the split."""
+
+    tokenizer: str = "train"  # "train", a folder with tokenizer.json, or a Hugging Face name
+    vocab_size: int = Field(2000, ge=32)  # of a trained tokenizer, specials included
+    lowercase: bool = True  # of a trained tokenizer
+    min_tokens: int = Field(2, ge=1)  # specials included
+    max_tokens: int = Field(12, ge=2)  # specials included
+    too_long: Literal["drop", "truncate"] = "drop"
+    validation_share: float = Field(0.1, ge=0, lt=1)
+    test_share: float = Field(0.1, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; lower it")
+        if self.validation_share + self.test_share >= 1:
+            raise ValueError("validation_share + test_share leave nothing to train on; their sum must be below 1")
+        return self
+
+
+class ShardParams(Section):
+    """The final WebDataset shards."""
+
+    samples_per_shard: int = Field(1000, ge=1)
+    seed: int = Field(0, ge=0)  # of the global shuffle
+
+
+class PretrainParams(Section):
+    """Objective, architecture and optimisation. A field that is missing or null takes the preset's value."""
+
+    preset: str = "nano"
+    objective: ObjectiveName = "mdc"
+    seed: int = Field(0, ge=0)
+
+    # the objective's own knobs (METHOD sections 2 and 3)
+    t_min: float = Field(0.5, ge=0, le=1)  # mdc, cmlm: smallest masking ratio
+    t_max: float = Field(1.0, gt=0, le=1)  # mdc, cmlm: largest masking ratio
+    t_floor: float = Field(0.001, gt=0, lt=1)  # mdc: smallest t drawn where t_min is below it, keeps 1/t finite
+    stratified_t: bool = True  # mdc, cmlm: spread t evenly over the global batch
+    exact_count: bool = False  # cmlm: mask exactly n ~ U{1..N} tokens
+    bert_ratio: float = Field(0.15, gt=0, le=1)  # bert: share of masked tokens
+    bert_80_10_10: bool = False  # bert: 80 % [MASK], 10 % random, 10 % kept
+    cappa_parallel: float = Field(0.75, ge=0, le=1)  # cappa: share of examples predicted in parallel
+    max_logit_scale: float = Field(100.0, gt=0)  # clip: cap of the learned inverse temperature
+    image_drop: float = Field(0.0, ge=0, lt=1)  # share of examples without image, for guidance
+
+    # architecture
+    image_size: int = Field(ge=8, le=4096)  # pixels, square
+    encoder: str  # a timm ViT by name
+    encoder_options: dict[str, int | float | str | bool] = {}  # passed to timm.create_model
+    encoder_pretrained: bool = False  # start from timm's weights
+    decoder_width: int = Field(ge=8)
+    decoder_depth: int = Field(ge=1)
+    decoder_heads: int = Field(ge=1)
+    embed_dim: int = Field(ge=8)  # clip, siglip: of the shared space
+
+    # optimisation
+    steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1)  # images per update, over all ranks
+    accumulate: int = Field(1, ge=1)  # micro-batches per update
+    lr: float = Field(gt=0)  # peak of AdamW's learning rate
+    warmup_steps: int = Field(ge=0)
+    weight_decay: float = Field(ge=0)
+    beta2: float = Field(0.95, gt=0, lt=1)
+    clip_norm: float = Field(1.0, gt=0)  # largest global gradient norm
+    ema_decay: float = Field(0.0, ge=0, lt=1)  # 0 = no moving average of the weights
+
+    # augmentation
+    crop_min_area: float = Field(0.5, gt=0, le=1)  # smallest share of the picture in a random resized crop
+    flip: bool = False  # mirror at random; off, since captions name left and right
+
+    # bookkeeping
+    log_every: int = Field(20, ge=1)  # steps
+    validate_every: int = Field(250, ge=1)  # steps
+    checkpoint_every: int = Field(500, ge=1)  # steps
+    keep_checkpoints: int = Field(2, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        name = data.get("preset") or "nano"
+        if name not in PRESETS:
+            raise ValueError(f"unknown preset {name!r}{_close(str(name), PRESETS)}; one of: {', '.join(PRESETS)}")
+        return {**PRESETS[name], **{key: value for key, value in data.items() if value is not None}}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.t_min >= self.t_max:
+            raise ValueError(f"t_min {self.t_min} must be below t_max {self.t_max}: t is drawn between them")
+        if self.t_max <= self.t_floor:
+            raise ValueError(f"t_max {self.t_max} must be above t_floor {self.t_floor}")
+        if self.batch_size % self.accumulate:
+            raise ValueError(f"batch_size {self.batch_size} does not divide into accumulate {self.accumulate} parts")
+        if self.objective in CONTRASTIVE and self.accumulate > 1:
+            raise ValueError(
+                f"accumulate {self.accumulate} with objective {self.objective}: every image of the batch is a "
+                "negative for every other, so the batch cannot be taken in parts; set accumulate: 1"
+            )
+        if self.objective in CONTRASTIVE and self.image_drop > 0:
+            raise ValueError(f"image_drop {self.image_drop} has no meaning for objective {self.objective}; set 0")
+        if self.warmup_steps >= self.steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps} must be below steps {self.steps}")
+        if self.decoder_width % self.decoder_heads:
+            raise ValueError(f"decoder_width {self.decoder_width} is no multiple of decoder_heads {self.decoder_heads}")
+        return self
+
+
+def _vit(name: str, width: int, depth: int, heads: int, **rest: Any) -> dict[str, Any]:
+    """A full-size preset: CapPa's decoder (half the encoder's depth) and schedule under a timm ViT at 224 pixels."""
+    return {
+        "image_size": 224,
+        "encoder": name,
+        "decoder_width": width,
+        "decoder_depth": depth,
+        "decoder_heads": heads,
+        "embed_dim": 512,
+        "steps": 100_000,
+        "batch_size": 1024,
+        "lr": 1e-3,
+        "warmup_steps": 5_000,
+        "weight_decay": 0.1,
+        "crop_min_area": 0.5,
+        "log_every": 50,
+        "validate_every": 2_000,
+        "checkpoint_every": 2_000,
+        **rest,
+    }
+
+
+_NANO: dict[str, Any] = {
+    "image_size": 32,
+    "encoder": "vit_tiny_patch16_224",
+    "encoder_options": {"patch_size": 8, "embed_dim": 128, "depth": 4, "num_heads": 4},
+    "decoder_width": 128,
+    "decoder_depth": 2,
+    "decoder_heads": 4,
+    "embed_dim": 128,
+    "steps": 1_500,
+    "batch_size": 128,
+    "lr": 1e-3,
+    "warmup_steps": 100,
+    "weight_decay": 0.05,
+    "flip": True,
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # minutes on two cores: the demo
+    "nano": _NANO,
+    # within an hour on two cores: what more training gives on the sample
+    "sample-long": {**_NANO, "steps": 8_000, "warmup_steps": 400, "validate_every": 1_000},
+    # a first real run on one small GPU
+    "tiny": {
+        "image_size": 64,
+        "encoder": "vit_tiny_patch16_224",
+        "encoder_options": {"patch_size": 8, "embed_dim": 192, "depth": 12, "num_heads": 3},
+        "decoder_width": 192,
+        "decoder_depth": 4,
+        "decoder_heads": 3,
+        "embed_dim": 256,
+        "steps": 20_000,
+        "batch_size": 512,
+        "lr": 1e-3,
+        "warmup_steps": 1_000,
+        "weight_decay": 0.05,
+        "validate_every": 1_000,
+        "checkpoint_every": 1_000,
+    },
+    "vit_b32": _vit("vit_base_patch32_224", 768, 6, 12),
+    "vit_b16": _vit("vit_base_patch16_224", 768, 6, 12),
+    "vit_l14": _vit("vit_large_patch14_224", 1024, 12, 16, embed_dim=768, lr=8e-4),
+}
+
+
+class ExtractParams(Section):
+    """Frozen features and their index."""
+
+    batch_size: int = Field(256, ge=1)
+    floors: bool = True  # also the untrained encoder and raw pixels
+    pixel_size: int = Field(16, ge=1)  # side of the pictures whose raw pixels are the floor
+
+
+class EvaluateParams(Section):
+    """Probes, compositional pairs, captions and neighbours. Everything is chosen on a part of train."""
+
+    probe_learning_rates: list[float] = Field([0.001, 0.003, 0.01, 0.03, 0.1], min_length=1)
+    probe_weight_decays: list[float] = Field([0.0, 1e-6, 1e-5, 1e-4, 1e-3], min_length=1)
+    probe_epochs: int = Field(60, ge=1)
+    probe_seeds: int = Field(3, ge=1)
+    probe_holdout: float = Field(0.2, gt=0, lt=1)  # share of train on which the grid is judged
+    knn_k: list[int] = Field([10, 20], min_length=1)
+    compositional_draws: int = Field(32, ge=2)  # Monte Carlo draws of t and mask
+    compositional_split: Literal["train", "validation", "test", "all"] = "test"
+    swaps: list[list[str]] = []  # groups of words that may stand for one another
+    max_pairs: int = Field(2000, ge=1)
+    caption_length: int = Field(8, ge=2)  # tokens of generated captions, the end token included
+    pictures: int = Field(12, ge=1)  # shown with captions and neighbours in the report
+    seed: int = Field(0, ge=0)
+
+
+class ReportParams(Section):
+    """The page."""
+
+    title: str = "Masked diffusion captioning"
+    sample_pairs: int = Field(12, ge=1)
+    credit: str = ""  # the source and licence of the pictures
+
+
+class ComputeParams(Section):
+    """Where and how the work runs. Changing these does not make finished work stale."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that has it, else fp32
+    compile: bool = False  # torch.compile
+    processes: int = Field(1, ge=1)  # ranks that torchrun starts on this machine
+    workers: int = Field(1, ge=0)  # loader processes per rank
+    download_processes: int = Field(1, ge=1)
+    download_threads: int = Field(32, ge=1)  # per process
+
+
+class TrackingParams(Section):
+    """MLflow."""
+
+    uri: str = "sqlite:///mlflow.db"  # or http://server:5000
+    experiment: str = "mdc"
+    required: bool = False  # true: do not start without the server
+
+
+class Params(Section):
+    """All of `params.yaml`."""
+
+    paths: PathParams = PathParams()
+    download: DownloadParams = DownloadParams()
+    caption: CaptionParams = CaptionParams()
+    shard: ShardParams = ShardParams()
+    pretrain: PretrainParams = PretrainParams.model_validate({})
+    extract: ExtractParams = ExtractParams()
+    evaluate: EvaluateParams = EvaluateParams()
+    report: ReportParams = ReportParams()
+    compute: ComputeParams = ComputeParams()
+    tracking: TrackingParams = TrackingParams()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.download.image_size < self.pretrain.image_size:
+            raise ValueError(
+                f"download.image_size {self.download.image_size} is below pretrain.image_size "
+                f"{self.pretrain.image_size}: pictures would be enlarged; raise download.image_size"
+            )
+        ranks = self.compute.processes * self.pretrain.accumulate
+        if self.pretrain.batch_size % ranks:
+            raise ValueError(
+                f"pretrain.batch_size {self.pretrain.batch_size} does not divide over compute.processes "
+                f"{self.compute.processes} x pretrain.accumulate {self.pretrain.accumulate}"
+            )
+        if self.evaluate.caption_length > self.caption.max_tokens:
+            raise ValueError(
+                f"evaluate.caption_length {self.evaluate.caption_length} is above caption.max_tokens "
+                f"{self.caption.max_tokens}: the decoder has no position for it"
+            )
+        return self
+
+
+class Vocabulary(Section):
+    """What a model must know of its tokenizer."""
+
+    size: int
+    pad_id: int
+    unk_id: int
+    bos_id: int
+    eos_id: int
+    mask_id: int
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        ids = {name: getattr(self, name) for name in ("pad_id", "bos_id", "eos_id", "mask_id")}
+        if len(set(ids.values())) < len(ids):
+            raise ValueError(f"special tokens must have ids of their own, got {ids}")
+        if not all(0 <= i < self.size for i in ids.values()):
+            raise ValueError(f"special ids {ids} must lie within the vocabulary of {self.size}")
+        return self
+
+
+class ModelConfig(Section):
+    """Everything that rebuilds a model: the `config.json` of a checkpoint."""
+
+    pretrain: PretrainParams
+    vocabulary: Vocabulary
+    max_tokens: int = Field(ge=2)  # positions of the decoder, specials included
+
+
+def _close(name: str, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def choose(kind: str, name: str, table: Mapping[str, T]) -> T:
+    """`table[name]`, or an error that lists the valid names."""
+    if name not in table:
+        raise UserError(f"unknown {kind} {name!r}{_close(name, table)}; one of: {', '.join(sorted(table))}")
+    return table[name]
+
+
+def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
+    for part in path:
+        field = model.model_fields.get(part) if isinstance(part, str) else None
+        annotation = field.annotation if field else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)
+
+
+def describe(error: ValidationError, place: str, model: type[BaseModel]) -> str:
+    """One line per mistake: the key, its value, what is wrong and the fix."""
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            fields = _fields_at(model, item["loc"][:-1])
+            close = _close(str(item["loc"][-1]), fields)
+            hint = close or (f"; known here: {', '.join(fields)}" if fields else "")
+            lines.append(f"{place}: unknown parameter {key}{hint}")
+        elif item["type"] == "value_error":
+            lines.append(f"{place}: {key + ': ' if key else ''}{item['ctx']['error']}")
+        else:
+            lines.append(f"{place}: {key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
+    return "\n".join(lines)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML 1.2 file."""
+    try:
+        tree = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; give the parameter file with --params") from None
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} must hold sections such as `pretrain:`, got {type(tree).__name__}")
+    return tree
+
+
+def merge(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`tree` with the leaves of `changes` put over it; sections merge, lists and values are replaced."""
+    merged = dict(tree)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def load_params(path: str | Path = "params.yaml", changes: Mapping[str, Any] | None = None) -> Params:
+    """Read and check parameters.
+
+    path: the YAML file. changes: sections of values to put over the file's, as `{"pretrain": {"lr": 1e-4}}`.
+    Raises UserError with one line per mistake.
+    """
+    path = Path(path)
+    try:
+        return Params.model_validate(merge(read_yaml(path), changes or {}))
+    except ValidationError as error:
+        raise UserError(describe(error, str(path), Params)) from None
+
+
+def partial(model: type[Section]) -> type[Section]:
+    """The same class with every field optional and unset: a form for overriding single values."""
+    fields: dict[str, Any] = {
+        name: (field.annotation | None if field.annotation else Any, Field(None, description=field.description))
+        for name, field in model.model_fields.items()
+    }
+    return create_model(f"{model.__name__}Changes", __base__=Section, **fields)

@@ -1,0 +1,65 @@
+"""Rank, world, reductions and gathers. With one process every function is the identity."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as dist_nn
+from torch import Tensor
+
+
+def is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    return dist.get_rank() if is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if is_initialized() else 1
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def barrier() -> None:
+    if world_size() > 1:
+        dist.barrier()
+
+
+def all_reduce_sum(tensor: Tensor) -> Tensor:
+    """The sum over ranks, without gradient; the same shape on every rank."""
+    if world_size() == 1:
+        return tensor
+    total = tensor.detach().clone()
+    dist.all_reduce(total)
+    return total
+
+
+def all_gather(tensor: Tensor) -> Tensor:
+    """`[B, ...]` of every rank stacked to `[world * B, ...]` in rank order, with gradient to every rank's part."""
+    if world_size() == 1:
+        return tensor
+    return torch.cat(list(dist_nn.all_gather(tensor.contiguous())))
+
+
+@contextmanager
+def process_group(device: torch.device, timeout_s: float) -> Iterator[None]:
+    """The group that torchrun's variables describe: NCCL on a GPU, gloo elsewhere.
+
+    timeout_s: seconds after which a rank that waits for a silent one fails.
+    """
+    if "RANK" not in os.environ:
+        yield
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,102 @@
+"""Files that appear whole or not at all, content hashes, and the manifest that marks a stage as done."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mdc.errors import UserError
+
+MANIFEST = "manifest.json"
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(value: Any) -> str:
+    """A short hash of anything JSON can hold; the order of keys does not matter."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success it is flushed to disk and renamed, on error removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`; on success it takes `path`'s place, on error it is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for stale in path.parent.glob(f".{path.name}.*.tmp"):  # of a killed run; the stage lock keeps live ones out
+        shutil.rmtree(stale, ignore_errors=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
+        shutil.rmtree(path, ignore_errors=True)
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_manifest(folder: Path, inputs: Mapping[str, Any], counts: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Write `manifest.json`, the last file of a stage: what went in, what came out, a checksum of every file.
+
+    inputs: hashes of the earlier manifests and the parameters that were used. counts: what was kept, and what was
+    dropped by reason.
+    """
+    files = {
+        str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and file.name != MANIFEST
+    }
+    manifest = {"inputs": dict(inputs), "counts": dict(counts), "files": files, **more}
+    write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def read_manifest(folder: Path, made_by: str) -> dict[str, Any]:
+    """The manifest of an earlier stage, or an error that says which stage to run."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise UserError(f"{path} is not there, so stage {made_by!r} has not finished; run `mdc stage {made_by}`")
+    return read_json(path)
