@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as dist_nn
 from torch import Tensor
 
+from mdc.errors import UserError
+
 
 def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
@@ -25,6 +27,20 @@ def world_size() -> int:
 
 def is_main() -> bool:
     return rank() == 0
+
+
+def local_rank() -> int:
+    """The rank within this machine, which is also the number of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def pick_device(setting: str) -> torch.device:
+    """The device of this rank for `compute.device`: "cpu", "cuda", or "auto" for a GPU where there is one."""
+    if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError(f"compute.device is {setting!r} but this machine shows no GPU; set compute.device: auto or cpu")
+    return torch.device("cuda", local_rank())
 
 
 def barrier() -> None:
