@@ -5,15 +5,16 @@ for both. Types are strict: a quoted "0.1" is not a number and an unknown key is
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from mdc.errors import UserError
+from mdc.files import whole_file
 
 STAGES = ("download", "caption", "shard", "pretrain", "extract", "evaluate", "report")
 
@@ -432,9 +433,45 @@ def load_params(path: str | Path = "params.yaml", changes: Mapping[str, Any] | N
 
 
 def partial(model: type[Section]) -> type[Section]:
-    """The same class with every field optional and unset: a form for overriding single values."""
-    fields: dict[str, Any] = {
-        name: (field.annotation | None if field.annotation else Any, Field(None, description=field.description))
-        for name, field in model.model_fields.items()
-    }
+    """The same class with every field optional and unset: a form for overriding single values, limits included."""
+    fields: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        value: Any = field.annotation
+        fields[name] = ((Annotated[(value, *field.metadata)] if field.metadata else value) | None, None)
     return create_model(f"{model.__name__}Changes", __base__=Section, **fields)
+
+
+def _leaves(changes: Mapping[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*at, key))
+        else:
+            yield (*at, key), value
+
+
+def change_params(path: str | Path, changes: Mapping[str, Any]) -> list[str]:
+    """Write values into the parameter file, whose comments and order stay. Nothing is written if a rule is broken.
+
+    changes: sections of values, as `{"pretrain": {"lr": 1e-4}}`. Returns one line "pretrain.lr: 0.001 -> 0.0001"
+    for each value that is new. Raises UserError with one line per mistake.
+    """
+    path = Path(path)
+    load_params(path, changes)
+    yaml = YAML()
+    yaml.preserve_quotes = True
+    yaml.width = 1000  # columns: no line is broken
+    tree = yaml.load(path.read_text(encoding="utf-8")) or {}
+    lines = []
+    for keys, value in _leaves(changes):
+        section = tree
+        for key in keys[:-1]:
+            if not isinstance(section.get(key), dict):
+                section[key] = {}
+            section = section[key]
+        if keys[-1] not in section or section[keys[-1]] != value:
+            lines.append(f"{'.'.join(keys)}: {section.get(keys[-1])} -> {value}")
+            section[keys[-1]] = value
+    if lines:
+        with whole_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            yaml.dump(tree, file)
+    return lines
