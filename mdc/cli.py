@@ -1,0 +1,123 @@
+"""The `mdc` command. Nothing heavy is imported before a command needs it."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mdc.errors import Terminated, UserError
+
+app = typer.Typer(
+    help="Visual features from captions: masked diffusion captioning and its rivals.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ParamsFile = Annotated[Path, typer.Option("--params", help="Parameter file.")]
+Checkpoint = Annotated[str, typer.Option("--model", help="Checkpoint folder or MLflow model URI.")]
+MODEL = "outputs/model"
+
+
+@app.command()
+def stage(
+    name: Annotated[str, typer.Argument(help="download, caption, shard, pretrain, extract, evaluate or report.")],
+    params: ParamsFile = Path("params.yaml"),
+) -> None:
+    """Run one stage of the pipeline, without DVC or Prefect."""
+    from mdc.config import load_params
+    from mdc.stages import run_stage
+
+    typer.echo(f"{name}: wrote {run_stage(name, load_params(params))}")
+
+
+@app.command()
+def sample(folder: Annotated[Path, typer.Argument(help="Where to put it.")] = Path("data/sample")) -> None:
+    """Build the sample: OpenMoji drawings as PNG files and a list of their URLs and names."""
+    from mdc.data.sample import build_sample
+
+    typer.echo(f"{folder}: {build_sample(folder)} pictures with captions")
+
+
+@app.command()
+def results(params: ParamsFile = Path("params.yaml")) -> None:
+    """Show the scores as a table, and where the report is."""
+    from rich.console import Console
+
+    from mdc.config import load_params
+    from mdc.report.tables import terminal_tables
+    from mdc.stages import Folders
+
+    at = Folders.of(load_params(params).paths)
+    console = Console()
+    for table in terminal_tables(at.evaluation):
+        console.print(table)
+    console.print(f"Report: {at.report / 'report.html'}", soft_wrap=True)
+
+
+@app.command()
+def doctor(params: ParamsFile = Path("params.yaml")) -> None:
+    """Check the installation, and that every file that a manifest names is there and whole."""
+    from mdc.config import load_params
+    from mdc.doctor import examine
+
+    findings = examine(load_params(params))
+    for finding in findings:
+        typer.echo(str(finding))
+    if not all(finding.good for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def caption(
+    images: list[Path],
+    model: Checkpoint = MODEL,
+    length: Annotated[int, typer.Option(help="Tokens, the end token included.")] = 8,
+    seed: int = 0,
+) -> None:
+    """Write a caption for each picture."""
+    import mdc
+
+    for image, text in zip(images, mdc.load(model).caption(images, length=length, seed=seed), strict=True):
+        typer.echo(f"{image}\t{text}")
+
+
+@app.command()
+def fill(image: Path, template: str, model: Checkpoint = MODEL) -> None:
+    """Fill the [MASK] words of a template, such as "a [MASK] dog"."""
+    import mdc
+
+    typer.echo(mdc.load(model).fill(image, template))
+
+
+@app.command()
+def score(
+    image: Path,
+    captions: list[str],
+    model: Checkpoint = MODEL,
+    scorer: Annotated[str, typer.Option(help="mc, heuristic, unmask, autoregressive or cosine.")] = "mc",
+) -> None:
+    """Say how well each caption fits a picture; higher is better."""
+    import mdc
+
+    scores = mdc.load(model).score([image] * len(captions), captions, scorer=scorer)
+    for text, value in zip(captions, scores.tolist(), strict=True):
+        typer.echo(f"{value:.4f}\t{text}")
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one clear message and exit code 2, never a traceback."""
+    try:
+        app()
+    except UserError as error:
+        sys.exit(_fail(str(error), 2))
+    except KeyboardInterrupt:
+        sys.exit(_fail("interrupted; run the same command to continue", 130))
+    except Terminated:
+        sys.exit(_fail("ended by SIGTERM; run the same command to continue", 143))
+
+
+def _fail(message: str, code: int) -> int:
+    typer.echo(f"error: {message}", err=True)
+    return code

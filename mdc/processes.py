@@ -1,0 +1,121 @@
+"""Child processes that end when their parent does, however it ends, and one writer for each output.
+
+A parent killed by SIGKILL cannot clean up, so the wish to end with it is left with the kernel: `tied` starts a command
+that gets SIGTERM when its parent is gone, and `end_with_parent` asks the same for the running process. A command that
+is tied all the way down (flow, dvc, stage, torchrun, ranks) leaves nothing behind. Where there is no such call (not
+Linux), only the orderly ends work.
+"""
+
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import psutil
+
+from mdc.errors import Terminated, UserError
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """Have the kernel send SIGTERM to this process when its parent ends.
+
+    parent: the process id that the parent must have; another one means that it has ended already.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def tied(command: Sequence[str]) -> list[str]:
+    """The command line that runs `command`, and ends it when the calling process ends."""
+    return [sys.executable, "-m", "mdc.processes", str(os.getpid()), *command]
+
+
+@contextmanager
+def raise_on_sigterm() -> Iterator[None]:
+    """Turn the first SIGTERM into `Terminated`; later ones are ignored while things are put in order."""
+
+    def stop(_number: int, _frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _reap(processes: list[psutil.Process], grace_s: float) -> None:
+    """Wait `grace_s` seconds for processes that were asked to end; end what is left, and all below it, by force."""
+    _, left = psutil.wait_procs(processes, timeout=grace_s)
+    for process in list(left):
+        with suppress(psutil.NoSuchProcess):
+            left += process.children(recursive=True)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=5)
+
+
+def end_children(grace_s: float) -> None:
+    """End every process below this one: ask, wait `grace_s` seconds, then force."""
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.terminate()
+    _reap(children, grace_s)
+
+
+def end_group(leader: subprocess.Popen[bytes], grace_s: float) -> None:
+    """End a process that was started in a session of its own, its group, and every process below it."""
+    with suppress(psutil.NoSuchProcess, ProcessLookupError):
+        process = psutil.Process(leader.pid)
+        tree = [process, *process.children(recursive=True)]
+        os.killpg(leader.pid, signal.SIGTERM)
+        _reap(tree, grace_s)
+    leader.wait()
+
+
+@contextmanager
+def only_writer(lock: Path, what: str, patience_s: float) -> Iterator[None]:
+    """Hold `lock` while writing `what`; a second writer gets a UserError that names the first one's process.
+
+    patience_s: seconds to wait, since the stage of a `dvc repro` that was killed needs a moment to end.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("a+", encoding="utf-8") as file:
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    raise UserError(
+                        f"{what} is being written by process {file.read().strip() or '?'} (lock {lock}); "
+                        "wait for it, or end it and run again"
+                    ) from None
+                time.sleep(0.1)
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+if __name__ == "__main__":  # see `tied`
+    end_with_parent(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])

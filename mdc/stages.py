@@ -1,0 +1,170 @@
+"""The seven stages by name: what each reads, runs and makes. `mdc stage NAME` and so `dvc.yaml` end here.
+
+A stage reads folders and writes one folder, whose manifest comes last. Work that must survive (half a download,
+checkpoints) lies under `runs/`, in a folder named by a fingerprint of all that the work depends on: DVC deletes outputs
+before it reruns a stage, and a change of data or parameters must not resume from work done for others.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mdc.config import STAGES as NAMES
+from mdc.config import Params, PathParams, choose
+from mdc.errors import Terminated, UserError
+from mdc.files import MANIFEST, fingerprint, read_manifest, sha256, write_json
+from mdc.processes import end_children, only_writer, raise_on_sigterm, tied
+
+LOCK_PATIENCE_S = 5.0
+GRACE_S = 5.0  # for worker processes of a stage that is ended
+TRAINING_GRACE_S = 60.0  # for ranks that save a checkpoint before they end
+
+
+@dataclass(frozen=True)
+class Folders:
+    """What lies where. Every stage but the first reads folders of earlier ones; each writes one."""
+
+    downloaded: Path
+    captions: Path
+    shards: Path
+    model: Path
+    features: Path
+    evaluation: Path
+    report: Path
+    runs: Path
+
+    @classmethod
+    def of(cls, paths: PathParams) -> "Folders":
+        data, outputs = Path(paths.data), Path(paths.outputs)
+        return cls(
+            downloaded=data / "downloaded",
+            captions=data / "captions",
+            shards=data / "shards",
+            model=outputs / "model",
+            features=outputs / "features",
+            evaluation=outputs / "evaluation",
+            report=outputs / "report",
+            runs=Path(paths.runs),
+        )
+
+    def work(self, stage: str, depends_on: Mapping[str, Any]) -> Path:
+        """The folder for unfinished work of `stage`: another one as soon as anything it depends on changes."""
+        return self.runs / f"{stage}-{fingerprint(dict(depends_on))}"
+
+
+def _content(path: Path) -> dict[str, str]:
+    """The checksum of a file, or of every file in a folder."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    return {str(file.relative_to(path.parent)): sha256(file) for file in files if file.is_file()}
+
+
+def _download(params: Params, at: Folders) -> None:
+    from mdc.data.download import download
+
+    inputs = {"params": params.download.model_dump(), "list": _content(Path(params.download.input))}
+    download(params.download, params.compute, at.work("download", inputs), at.downloaded)
+
+
+def _caption(params: Params, at: Folders) -> None:
+    from mdc.data.captions import prepare_captions
+
+    prepare_captions(params.caption, at.downloaded, at.captions)
+
+
+def _shard(params: Params, at: Folders) -> None:
+    from mdc.data.shards import write_shards
+
+    write_shards(params.shard, at.downloaded, at.captions, at.shards)
+
+
+def _pretrain(params: Params, at: Folders) -> None:
+    shards = read_manifest(at.shards, made_by="shard")
+    inputs = {
+        "params": params.pretrain.model_dump(),
+        "max_tokens": params.caption.max_tokens,
+        "shards": shards["files"],
+    }
+    work = at.work("pretrain", inputs)
+    work.mkdir(parents=True, exist_ok=True)
+    write_json(work / "params.json", params.model_dump())  # JSON is YAML: the ranks read what was checked here
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(params.compute.processes), "-m", "mdc.train"]
+    command += ["--params", str(work / "params.json"), "--shards", str(at.shards)]
+    command += ["--output", str(at.model), "--work", str(work)]
+    _run_training(command)
+
+
+def _run_training(command: list[str]) -> None:
+    """Run torchrun in a session of its own, so that only this process tells it to end, and once."""
+    with subprocess.Popen(tied(command), start_new_session=True) as training:
+        try:
+            code = training.wait()
+        except (KeyboardInterrupt, Terminated):
+            training.terminate()
+            try:
+                training.wait(TRAINING_GRACE_S)
+            except subprocess.TimeoutExpired:
+                end_children(grace_s=0)
+            raise
+    if code:
+        raise UserError(f"training ended with exit code {code}; the first error above says why")
+
+
+def _extract(params: Params, at: Folders) -> None:
+    from mdc.eval.features import extract_features
+
+    extract_features(params, at.shards, at.model, at.features)
+
+
+def _evaluate(params: Params, at: Folders) -> None:
+    from mdc.eval.evaluate import evaluate
+
+    evaluate(params, at.shards, at.model, at.features, at.evaluation)
+
+
+def _report(params: Params, at: Folders) -> None:
+    from mdc.report.page import write_report
+
+    write_report(params, at.downloaded, at.captions, at.shards, at.model, at.features, at.evaluation, output=at.report)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the pipeline."""
+
+    run: Callable[[Params, Folders], None]
+    output: Callable[[Folders], Path]  # the one folder it makes
+
+
+STAGES: dict[str, Stage] = {
+    "download": Stage(_download, lambda at: at.downloaded),
+    "caption": Stage(_caption, lambda at: at.captions),
+    "shard": Stage(_shard, lambda at: at.shards),
+    "pretrain": Stage(_pretrain, lambda at: at.model),
+    "extract": Stage(_extract, lambda at: at.features),
+    "evaluate": Stage(_evaluate, lambda at: at.evaluation),
+    "report": Stage(_report, lambda at: at.report),
+}
+assert tuple(STAGES) == NAMES
+
+
+def run_stage(name: str, params: Params) -> Path:
+    """Run one stage to its end and return the folder that it made.
+
+    Raises UserError for bad input, and when another process writes the same output. Whatever ends the stage, SIGTERM
+    and Ctrl-C included, its child processes end with it and the folder is either whole or not there.
+    """
+    stage = choose("stage", name, STAGES)
+    at = Folders.of(params.paths)
+    output = stage.output(at)
+    with raise_on_sigterm(), only_writer(at.runs / f"{name}.lock", str(output), LOCK_PATIENCE_S):
+        try:
+            stage.run(params, at)
+        except BaseException:
+            end_children(GRACE_S)
+            raise
+    assert (output / MANIFEST).is_file(), f"stage {name} ended without {output / MANIFEST}"
+    return output
