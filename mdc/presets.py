@@ -1,4 +1,4 @@
-"""Values of the `pretrain` section by the name of a preset. A file of its own, so that only these make a training stale."""
+"""Values of the `pretrain` section by preset name; a file of its own, so that only these make a model out of date."""
 
 from typing import Any
 
