@@ -1,0 +1,1 @@
+"""Architecture only: no corruption, no loss, no device, no rank."""

@@ -1,0 +1,21 @@
+"""The objectives by name. What one is: `mdc.objectives.base.Objective`."""
+
+from mdc.objectives.base import Objective, TextImage
+from mdc.objectives.captioning import (
+    Captioning,
+    autoregressive_corruption,
+    bert_corruption,
+    cappa_corruption,
+    cmlm_corruption,
+    mdc_corruption,
+)
+
+OBJECTIVES: dict[str, Objective] = {
+    "mdc": Captioning(mdc_corruption, per="token"),
+    "cmlm": Captioning(cmlm_corruption, per="target"),
+    "bert": Captioning(bert_corruption, per="target"),
+    "autoregressive": Captioning(autoregressive_corruption, per="token"),
+    "cappa": Captioning(cappa_corruption, per="token"),
+}
+
+__all__ = ["OBJECTIVES", "Objective", "TextImage"]
