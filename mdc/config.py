@@ -139,6 +139,7 @@ class PretrainParams(Section):
     # bookkeeping
     log_every: int = Field(20, ge=1)  # steps
     validate_every: int = Field(250, ge=1)  # steps
+    validation_images: int = Field(5_000, ge=1)  # at most, the first of the validation split
     checkpoint_every: int = Field(500, ge=1)  # steps
     keep_checkpoints: int = Field(2, ge=1)
 
@@ -216,6 +217,7 @@ class ComputeParams(Section):
     compile: bool = False  # torch.compile
     processes: int = Field(1, ge=1)  # ranks that torchrun starts on this machine
     workers: int = Field(1, ge=0)  # loader processes per rank
+    rank_timeout: float = Field(300.0, gt=0)  # seconds that ranks wait for a silent one before all of them fail
     download_processes: int = Field(1, ge=1)
     download_threads: int = Field(32, ge=1)  # per process
 
@@ -223,7 +225,7 @@ class ComputeParams(Section):
 class TrackingParams(Section):
     """MLflow."""
 
-    uri: str = "sqlite:///mlflow.db"  # or http://server:5000
+    uri: str = "sqlite:///mlflow.db"  # or http://server:5000; "" = no tracking
     experiment: str = "mdc"
     required: bool = False  # true: do not start without the server
 
