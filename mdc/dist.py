@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,24 @@ from torch import Tensor
 
 from mdc.errors import UserError
 
+T = TypeVar("T")
+
+_alone = False  # within `alone()`
+
 
 def is_initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return dist.is_available() and dist.is_initialized() and not _alone
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let this process stand alone for a while: no gathers or reductions with other ranks."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
 
 
 def rank() -> int:
@@ -57,6 +73,24 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     return total
 
 
+def all_reduce_max(value: int) -> int:
+    """The largest value of any rank. It lives on the host, so that asking for it does not wait for a device."""
+    if world_size() == 1:
+        return value
+    highest = torch.tensor(value)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    return int(highest)
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's value, in rank order."""
+    if world_size() == 1:
+        return [value]
+    values: list[T | None] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return cast(list[T], values)
+
+
 def all_gather(tensor: Tensor) -> Tensor:
     """`[B, ...]` of every rank stacked to `[world * B, ...]` in rank order, with gradient to every rank's part."""
     if world_size() == 1:
@@ -66,14 +100,16 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def process_group(device: torch.device, timeout_s: float) -> Iterator[None]:
-    """The group that torchrun's variables describe: NCCL on a GPU, gloo elsewhere.
+    """The group that torchrun's variables describe: NCCL for tensors on a GPU, gloo for those on the host.
 
     timeout_s: seconds after which a rank that waits for a silent one fails.
     """
     if "RANK" not in os.environ:
         yield
         return
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:
         yield
