@@ -9,6 +9,7 @@ from mdc.objectives.captioning import (
     cmlm_corruption,
     mdc_corruption,
 )
+from mdc.objectives.contrastive import Contrastive, clip_loss, siglip_loss
 
 OBJECTIVES: dict[str, Objective] = {
     "mdc": Captioning(mdc_corruption, per="token"),
@@ -16,6 +17,8 @@ OBJECTIVES: dict[str, Objective] = {
     "bert": Captioning(bert_corruption, per="target"),
     "autoregressive": Captioning(autoregressive_corruption, per="token"),
     "cappa": Captioning(cappa_corruption, per="token"),
+    "clip": Contrastive(clip_loss, scale=1 / 0.07, capped=True),
+    "siglip": Contrastive(siglip_loss, scale=10.0, bias=-10.0),
 }
 
 __all__ = ["OBJECTIVES", "Objective", "TextImage"]

@@ -16,7 +16,7 @@ from mdc.config import ModelConfig, Vocabulary
 from mdc.draws import Draws, as_draws
 from mdc.model.captioner import Captioner
 from mdc.model.decoder import attention_mask
-from mdc.objectives import corrupt
+from mdc.objectives import corrupt, scoring
 from mdc.objectives.base import Objective, TextImage, config_of
 
 
@@ -102,4 +102,4 @@ class Captioning(Objective):
         return (losses_N * weights_N).sum(), counted.sum().to(device, torch.float32)
 
     def score(self, model: nn.Module, images_BCHW: Tensor, tokens_BL: Tensor, seed: int = 0) -> Tensor:
-        raise NotImplementedError
+        return scoring.score_pairs(model, images_BCHW, tokens_BL, seed)

@@ -100,7 +100,7 @@ def fixed_ratio(
 def shifted(
     tokens_BL: Tensor, pad_id: int, mask_id: int, generator: torch.Generator | Draws | None = None, *, bos_id: int
 ) -> Corrupted:
-    """The caption moved one place right behind [BOS], read causally; every real token is predicted (`autoregressive`)."""
+    """The caption moved right by one behind [BOS], read causally; each real token is predicted (`autoregressive`)."""
     real_BL = tokens_BL != pad_id
     inputs_BL = tokens_BL.roll(1, dims=1)
     inputs_BL[:, 0] = bos_id
