@@ -1,0 +1,1 @@
+"""From URL lists to batches: sample, download, captions, shards, loader."""

@@ -1,0 +1,216 @@
+"""img2dataset at work: it shards the list, spreads it over processes and threads, and fetches; the rest is ours.
+
+Its downloader has hooks for the picture (`resizer`) and for what is written (`sample_writer_class`), but none for the
+request itself, which has no total deadline and no limit of bytes. `Worker` puts `mdc.data.fetch` in that place.
+Nothing else in this project imports img2dataset.
+"""
+
+import io
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from email.message import Message
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import img2dataset.distributor
+import img2dataset.downloader
+import pyarrow as pa
+import pyarrow.parquet as pq
+from img2dataset.downloader import Downloader, is_disallowed
+from img2dataset.reader import Reader
+
+from mdc.config import DownloadParams
+from mdc.data.fetch import FetchFailed, Limits, fetch
+from mdc.data.images import Rejected, StoredImage, store
+from mdc.data.tars import FixedTar
+from mdc.files import sha256, whole_file
+from mdc.processes import end_with_parent
+
+OPT_OUT = ("noai", "noimageai", "noindex", "noimageindex")  # img2dataset's own default
+PLANNED = ("uid", "label", "group")  # columns that travel beside URL and caption
+DIGITS = 5  # of a part's name
+PART_SCHEMA = pa.schema(
+    [(name, pa.string()) for name in ("uid", "url", "caption", "label", "group", "status", "detail")]
+    + [(name, pa.int32()) for name in ("width", "height", "original_width", "original_height")]
+    + [(name, pa.string()) for name in ("mode", "sha256")]
+)
+TAR_SHA256 = b"tar_sha256"  # in the parquet file's own metadata
+
+
+def fetch_row(
+    row: tuple[int, str],
+    timeout: float,
+    retries: int,
+    user_agent_token: str | None,
+    disallowed_header_directives: set[str] | None,
+    *,
+    limits: Limits,
+) -> tuple[int, io.BytesIO | None, str | None]:
+    """Stands for img2dataset's function of the same arguments; `limits` holds the ones that count."""
+    key, url = row
+
+    def opted_out(headers: Message) -> bool:
+        return bool(disallowed_header_directives) and is_disallowed(
+            headers, user_agent_token, disallowed_header_directives
+        )
+
+    try:
+        return key, io.BytesIO(fetch(url, limits, opted_out)), None
+    except FetchFailed as failure:
+        return key, None, str(failure)
+
+
+class Worker(Downloader):
+    """img2dataset's downloader with our request in it. An error that is not one picture's own ends the run."""
+
+    def __init__(self, limits: Limits, **options: Any) -> None:
+        super().__init__(**options)
+        self.limits = limits
+
+    def __call__(self, row: tuple[int, str]) -> tuple[bool, tuple[int, str]]:
+        end_with_parent()
+        img2dataset.downloader.download_image_with_retry = partial(fetch_row, limits=self.limits)
+        self.download_shard(row)
+        return True, row
+
+
+class Resizer:
+    """img2dataset's hook for pictures; it hands the first value on to the writer as it is."""
+
+    def __init__(self, params: DownloadParams) -> None:
+        self.params = params
+
+    def __call__(
+        self, stream: io.BytesIO, _boxes: Any = None
+    ) -> tuple[StoredImage | None, int | None, int | None, int | None, int | None, str | None]:
+        try:
+            image = store(stream.read(), self.params)
+        except Rejected as rejected:
+            return None, None, None, None, None, str(rejected)
+        return image, image.width, image.height, image.original_width, image.original_height, None
+
+
+class PartWriter:
+    """img2dataset's hook for output: a tar and a parquet file whose bytes do not depend on which thread was first.
+
+    Pictures wait in an unnamed file until all are there. The parquet file comes last, so a part that has one is whole.
+    """
+
+    def __init__(
+        self, shard_id: int, output_folder: str, _save_caption: bool, digits: int, _schema: Any, encode_format: str
+    ) -> None:
+        self._stem = Path(output_folder) / f"{shard_id:0{digits}d}"
+        self._extension = encode_format
+        self._pictures = tempfile.TemporaryFile(dir=output_folder)  # noqa: SIM115
+        self._progress = self._stem.with_suffix(".progress").open("wb", buffering=0)
+        self._rows: list[dict[str, Any]] = []
+        self._spans: dict[str, tuple[int, int]] = {}
+        self._error: OSError | None = None
+
+    def write(self, image: StoredImage | None, _key: str, _caption: str | None, meta: dict[str, Any]) -> None:
+        """One row of the list, with its picture if it has one."""
+        row: dict[str, Any] = {name: meta.get(name) for name in PART_SCHEMA.names}
+        reason, _, detail = (meta["error_message"] or "").partition(": ")
+        row["status"], row["detail"] = (f"failed:{reason}", detail) if reason else ("ok", None)
+        try:
+            if image is not None:
+                row["mode"] = image.mode
+                self._spans[row["uid"]] = (self._pictures.tell(), len(image.data))
+                self._pictures.write(image.data)
+            self._progress.write(b".")
+        except OSError as error:  # img2dataset would print it and go on; close() raises it
+            self._error = error
+        self._rows.append(row)
+
+    def close(self) -> None:
+        """Write the part. Raises OSError, as when the disk is full; then the part is not there."""
+        self._progress.close()
+        if self._error:
+            raise self._error
+        self._rows.sort(key=lambda row: row["uid"])
+        with whole_file(self._stem.with_suffix(".tar")) as path:
+            with path.open("wb") as file:
+                tar = FixedTar(file)
+                for row in self._rows:
+                    uid = row["uid"]
+                    if uid in self._spans:
+                        start, size = self._spans[uid]
+                        self._pictures.seek(start)
+                        tar.add(f"{uid}.{self._extension}", self._pictures.read(size))
+                tar.close()
+            checksum = sha256(path)
+        self._pictures.close()
+        table = pa.Table.from_pylist(self._rows, PART_SCHEMA.with_metadata({TAR_SHA256: checksum}))
+        with whole_file(self._stem.with_suffix(".parquet")) as path:
+            pq.write_table(table, path)
+
+
+def is_done(folder: Path, part: int) -> bool:
+    """Whether the part is there and its tar is the one that was written."""
+    stem = folder / f"{part:0{DIGITS}d}"
+    tar, table = stem.with_suffix(".tar"), stem.with_suffix(".parquet")
+    if not (tar.is_file() and table.is_file()):
+        return False
+    return (pq.read_schema(table).metadata or {}).get(TAR_SHA256, b"").decode() == sha256(tar)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """img2dataset's messages and its bar over parts give way to one bar over rows."""
+    silent = mock.patch.object(img2dataset.distributor, "tqdm", iter)
+    with silent, redirect_stdout(io.StringIO()):
+        yield
+
+
+def fetch_parts(
+    plan: Path,
+    folder: Path,
+    params: DownloadParams,
+    limits: Limits,
+    done: set[int],
+    processes: int,
+    threads: int,
+) -> None:
+    """Fetch the rows of `plan` in parts of `params.samples_per_shard` into `folder`.
+
+    plan: parquet with uid, url, caption, label, group. done: numbers of parts to leave alone.
+    """
+    scratch = folder / "_tmp"
+    scratch.mkdir(parents=True, exist_ok=True)
+    reader = Reader(
+        str(plan.absolute()),
+        "parquet",
+        "url",
+        "caption",
+        None,
+        None,
+        list(PLANNED),
+        params.samples_per_shard,
+        done,
+        str(scratch.absolute()),
+    )
+    worker = Worker(
+        limits,
+        sample_writer_class=PartWriter,
+        resizer=Resizer(params),
+        thread_count=threads,
+        save_caption=True,
+        extract_exif=False,
+        output_folder=str(folder.absolute()),
+        column_list=reader.column_list,
+        timeout=limits.timeout,
+        number_sample_per_shard=params.samples_per_shard,
+        oom_shard_count=DIGITS,
+        compute_hash="sha256",
+        verify_hash_type=None,
+        encode_format=params.image_format,
+        retries=limits.retries,
+        user_agent_token=limits.user_agent.partition("/")[0],
+        disallowed_header_directives=list(OPT_OUT),
+    )
+    distribute: Callable[..., None] = img2dataset.distributor.multiprocessing_distributor
+    with _quiet():
+        distribute(processes, worker, reader, None, 0)
