@@ -1,5 +1,6 @@
 """The `mdc` command. Nothing heavy is imported before a command needs it."""
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -112,6 +113,8 @@ def main() -> None:
         app()
     except UserError as error:
         sys.exit(_fail(str(error), 2))
+    except subprocess.CalledProcessError as error:
+        sys.exit(_fail(f"{error.cmd} ended with exit code {error.returncode}; the first error above says why", 1))
     except KeyboardInterrupt:
         sys.exit(_fail("interrupted; run the same command to continue", 130))
     except Terminated:
@@ -121,3 +124,7 @@ def main() -> None:
 def _fail(message: str, code: int) -> int:
     typer.echo(f"error: {message}", err=True)
     return code
+
+
+if __name__ == "__main__":
+    main()

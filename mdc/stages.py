@@ -14,7 +14,7 @@ from typing import Any
 
 from mdc.config import STAGES as NAMES
 from mdc.config import Params, PathParams, choose
-from mdc.errors import Terminated, UserError
+from mdc.errors import Terminated
 from mdc.files import MANIFEST, fingerprint, read_manifest, sha256, write_json
 from mdc.processes import end_children, only_writer, raise_on_sigterm, tied
 
@@ -110,7 +110,7 @@ def _run_training(command: list[str]) -> None:
                 end_children(grace_s=0)
             raise
     if code:
-        raise UserError(f"training ended with exit code {code}; the first error above says why")
+        raise subprocess.CalledProcessError(code, "training")
 
 
 def _extract(params: Params, at: Folders) -> None:
@@ -154,7 +154,8 @@ assert tuple(STAGES) == NAMES
 def run_stage(name: str, params: Params) -> Path:
     """Run one stage to its end and return the folder that it made.
 
-    Raises UserError for bad input, and when another process writes the same output. Whatever ends the stage, SIGTERM
+    Raises UserError for bad input, and when another process writes the same output, and CalledProcessError when a
+    training fails. Whatever ends the stage, SIGTERM
     and Ctrl-C included, its child processes end with it and the folder is either whole or not there.
     """
     stage = choose("stage", name, STAGES)
