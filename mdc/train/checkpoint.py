@@ -5,9 +5,11 @@ model.safetensors   the weights, by name
 tokenizer.json      the tokenizer that the captions were made with
 """
 
+import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -21,6 +23,8 @@ from mdc.data.tokenizer import CaptionTokenizer
 from mdc.draws import derive_seed
 from mdc.errors import UserError
 from mdc.objectives import OBJECTIVES
+
+log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 
@@ -94,3 +98,76 @@ def load_model(folder: Path | str, device: torch.device | str = "cpu") -> Loaded
     model.to(device).eval().requires_grad_(False)
     tokenizer = CaptionTokenizer.load(str(folder / TOKENIZER))
     return LoadedModel(model, config, tokenizer, fingerprint(folder))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints of a training under way: `step-00000500/` holds the three files, and what the trainer needs to go on.
+
+STATE, PROGRESS = "trainer.pt", "progress.json"
+RUN = "run.json"  # beside the checkpoints: the MLflow run and its status
+
+
+def step_folders(work: Path) -> list[Path]:
+    """The checkpoints in `work`, newest first, good or not."""
+    return sorted((folder for folder in work.glob("step-*") if folder.is_dir()), reverse=True)
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with a checkpoint of a training under way; "" if every file is as it was written."""
+    try:
+        recorded = files.read_json(folder / files.MANIFEST)["files"]
+        for name, entry in recorded.items():
+            if (folder / name).stat().st_size != entry["bytes"]:
+                return f"{name} has {(folder / name).stat().st_size} bytes, not {entry['bytes']}"
+            if files.sha256(folder / name) != entry["sha256"]:
+                return f"{name} is not what was written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{files.MANIFEST} cannot be read: {error!r}"
+    return ""
+
+
+def newest_checkpoint(work: Path) -> Path | None:
+    """The newest checkpoint in `work` that is whole. Says which ones it passed over; removes nothing."""
+    for folder in step_folders(work):
+        problem = damage(folder)
+        if not problem:
+            return folder
+        log.warning("checkpoint %s is damaged (%s); taking the one before it", folder, problem)
+    return None
+
+
+def save_checkpoint(
+    work: Path,
+    step: int,
+    model: nn.Module,
+    config: ModelConfig,
+    tokenizer_path: Path,
+    state: dict[str, Any],
+    progress: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Write `step-<step>` whole, read it back, and only then remove all but the newest `keep` checkpoints.
+
+    state: tensors and numbers, for torch.save. progress: what JSON can hold.
+    """
+    folder = work / f"step-{step:08d}"
+    with files.whole_folder(folder) as temporary:
+        save_model(temporary, model, config, tokenizer_path)
+        torch.save(state, temporary / STATE)
+        files.write_json(temporary / PROGRESS, progress)
+        files.write_manifest(temporary, inputs={}, counts={"steps": step})
+    problem = damage(folder)
+    if problem:
+        raise OSError(f"checkpoint {folder} does not read back as written ({problem}); older ones are kept")
+    for old in [other for other in step_folders(work) if other < folder][keep - 1 :]:
+        shutil.rmtree(old)
+    return folder
+
+
+def load_checkpoint(folder: Path, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Load the weights into `model`, strictly, and return (state, progress) as they were saved, on the CPU."""
+    model.load_state_dict(load_file(folder / WEIGHTS), strict=True)
+    state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    return state, files.read_json(folder / PROGRESS)

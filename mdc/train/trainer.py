@@ -1,0 +1,426 @@
+"""The training loop: one program for one process and for many, for every objective.
+
+The global batch, its augmentation and its masks are functions of (data version, seed, step) and never of the rank, the
+loss is divided by what the batch holds over all ranks, and the state of a training is what its checkpoints hold. So a
+training gives the same losses on any number of ranks, and when it is killed and taken up again.
+"""
+
+import contextlib
+import copy
+import csv
+import logging
+import shutil
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from mdc import dist, files
+from mdc.config import ModelConfig, Params, choose
+from mdc.data.loader import Batch, ShardDataset, TrainLoader, eval_batches
+from mdc.data.shards import read_index
+from mdc.data.tokenizer import CaptionTokenizer
+from mdc.data.transforms import eval_images, train_images
+from mdc.draws import Draws, derive_seed
+from mdc.errors import UserError
+from mdc.objectives import OBJECTIVES, TextImage
+from mdc.train import checkpoint
+from mdc.train.optim import build_optimizer, learning_rate, scale_and_clip, set_learning_rate
+from mdc.train.tracking import TrackedData, Tracker, git_commit
+from mdc.train.watch import FAILURE, Guard, Stop, Stopwatch, failures_recorded
+
+log = logging.getLogger(__name__)
+
+STOP_PATIENCE_S = 10.0  # for tracking when a training does not end well: its launcher waits
+COLUMNS = ("step", "images", "train_loss", "validation_loss", "lr")
+# What may change without another loss at any step: such a training is taken up again.
+BOOKKEEPING = {"checkpoint_every", "keep_checkpoints"}
+
+
+def fingerprint(params: Params, version: str, vocabulary: dict[str, Any]) -> str:
+    """A hash of all that decides the losses of a training: data, parameters and vocabulary."""
+    return files.fingerprint(
+        {
+            "data": version,
+            "pretrain": params.pretrain.model_dump(exclude=BOOKKEEPING),
+            "max_tokens": params.caption.max_tokens,
+            "vocabulary": vocabulary,
+        }
+    )
+
+
+def work_folder(params: Params, shards: Path, runs: Path) -> Path:
+    """Where a training keeps its checkpoints: another folder as soon as its data or parameters are others."""
+    files.read_manifest(shards, made_by="shard")
+    vocabulary = CaptionTokenizer.load(str(shards / checkpoint.TOKENIZER)).vocabulary.model_dump()
+    return runs / f"pretrain-{fingerprint(params, read_index(shards)['version'], vocabulary)}"
+
+
+class Trainer:
+    """A training under way. `run` is the loop."""
+
+    def __init__(self, params: Params, shards: Path, work: Path, device: torch.device, stop: Stop) -> None:
+        self.params, self.hyper, self.shards, self.work = params, params.pretrain, shards, work
+        self.device, self.stop = device, stop
+        self.rank, self.world = dist.rank(), dist.world_size()
+        self.tokenizer_path = shards / checkpoint.TOKENIZER
+        vocabulary = CaptionTokenizer.load(str(self.tokenizer_path)).vocabulary
+        self.config = ModelConfig(pretrain=self.hyper, vocabulary=vocabulary, max_tokens=params.caption.max_tokens)
+        self.version: str = read_index(shards)["version"]
+        self.train_set, self.validation_set = ShardDataset(shards, "train"), ShardDataset(shards, "validation")
+        if not len(self.train_set):
+            raise UserError(f"{shards} holds no training samples; lower caption.validation_share or add data")
+
+        self.objective = choose("objective", self.hyper.objective, OBJECTIVES)
+        self.model = checkpoint.initial_model(self.config, self.hyper.seed).to(device)
+        self.averaged = copy.deepcopy(self.model) if self.hyper.ema_decay else None
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = build_optimizer(self.model, self.hyper)
+        self.guard = Guard(self.optimizer, self.train_set, device)
+
+        self.done = 0  # updates
+        self.saved = -1  # updates in the newest checkpoint
+        self.since_row = torch.zeros(2, dtype=torch.float64, device=device)  # loss and count since the last row
+        self.history: list[dict[str, float | int | None]] = []
+        self.run_id: str | None = None
+        self._resume()
+
+        if params.compute.compile:
+            self.model.compile()
+        self.replica: nn.Module = self.model
+        if self.world > 1:
+            self.replica = DistributedDataParallel(self.model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        self.watch = Stopwatch()
+        self.tracker: Tracker | None = None
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train from where the state is to the last step. Raises SystemExit, with a checkpoint saved, when stopped."""
+        hyper, batches = self.hyper, iter(self._batches())
+        with self._bar() as bar:
+            self.watch.lap()
+            while self.done < hyper.steps:
+                rate = learning_rate(self.done, hyper)
+                set_learning_rate(self.optimizer, rate)
+                sums, parts = self._gradients(batches)
+                norm = scale_and_clip(self.parameters, self.world / sums[1].clamp(min=1), hyper.clip_norm)
+                self.guard.judge(self.done, sums, norm, parts)
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+                self._average()
+                self.done += 1
+                self.watch.steps += 1
+                self.since_row += sums
+                bar.update()
+                if self._due(hyper.log_every) or self._due(hyper.validate_every):
+                    self._log(rate, bar)
+                if self.done % hyper.checkpoint_every == 0:
+                    self.save()
+                if number := self.stop.agreed():
+                    self.save()
+                    raise SystemExit(128 + number)
+
+    def _gradients(self, batches: Iterator[Batch]) -> tuple[Tensor, list[tuple[list[str], Tensor]]]:
+        """Add up the gradient of the summed loss over this update's micro-batches.
+
+        Returns (loss, count) summed over all ranks, and the uids and loss of each of this rank's micro-batches.
+        """
+        own, parts = torch.zeros(2, dtype=torch.float64, device=self.device), []
+        for part in range(self.hyper.accumulate):
+            with self.watch.waiting():
+                batch = next(batches)
+            # layers that drop at random draw from torch's own generator
+            torch.manual_seed(derive_seed(self.hyper.seed, self.done, "layers", batch.first))
+            with self._synchronised(last=part == self.hyper.accumulate - 1):
+                inputs = self._augmented(batch)
+                with self._autocast():
+                    loss, count = self.objective.loss(self.replica, inputs, self._draws(batch, "corruption"))
+                loss.backward()
+            own += torch.stack([loss.detach(), count])
+            parts.append((batch.uids, loss.detach()))
+        return dist.all_reduce_sum(own), parts
+
+    def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Ranks exchange gradients once an update, with its last micro-batch."""
+        if isinstance(self.replica, DistributedDataParallel) and not last:
+            return self.replica.no_sync()
+        return contextlib.nullcontext()
+
+    def _draws(self, batch: Batch, stream: str) -> Draws:
+        return Draws.at(
+            self.hyper.seed, batch.step, stream, first=batch.first, total=batch.total, width=self.config.max_tokens
+        )
+
+    def _augmented(self, batch: Batch) -> TextImage:
+        images_BCHW = train_images(
+            batch.images_BCHW.to(self.device, non_blocking=True),
+            self.hyper.image_size,
+            self.hyper.crop_min_area,
+            self.hyper.flip,
+            self._draws(batch, "augmentation"),
+        )
+        return TextImage(images_BCHW, batch.tokens_BL)
+
+    def _average(self) -> None:
+        if self.averaged is not None:
+            averages: list[Tensor] = list(self.averaged.parameters())
+            weights: list[Tensor] = list(self.model.parameters())
+            with torch.no_grad():
+                torch._foreach_lerp_(averages, weights, 1 - self.hyper.ema_decay)
+
+    def _batches(self) -> TrainLoader:
+        return TrainLoader(
+            self.train_set,
+            batch_size=self.hyper.batch_size,
+            seed=self.hyper.seed,
+            start=self.done,
+            stop=self.hyper.steps,
+            rank=self.rank,
+            world=self.world,
+            accumulate=self.hyper.accumulate,
+            workers=self.params.compute.workers,
+            pad_id=self.config.vocabulary.pad_id,
+        )
+
+    def _validation_batches(self, size: int, count: int) -> Iterator[Batch]:
+        return islice(eval_batches(self.validation_set, size, self.config.vocabulary.pad_id), count)
+
+    def _due(self, every: int) -> bool:
+        return self.done % every == 0 or self.done == self.hyper.steps
+
+    def _bf16(self) -> bool:
+        wish = self.params.compute.precision
+        return wish == "bf16" or (wish == "auto" and self.device.type == "cuda" and torch.cuda.is_bf16_supported())
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._bf16())
+
+    # -- what is seen of it -------------------------------------------------------------------------------------------
+
+    def _bar(self) -> "tqdm[None]":
+        return tqdm(
+            total=self.hyper.steps,
+            initial=self.done,
+            desc="pretrain",
+            unit="step",
+            disable=self.rank != 0,
+            mininterval=0.5 if sys.stderr.isatty() else 3.0,
+            dynamic_ncols=True,
+        )
+
+    def _log(self, rate: float, bar: "tqdm[None]") -> None:
+        """Add a row to the loss curve and to the tracking; the one place where the host waits for the device."""
+        self.guard.check()
+        loss_sum, count = self.since_row.tolist()
+        self.since_row.zero_()
+        steps, seconds, waited = self.watch.lap()
+        images = self.done * self.hyper.batch_size
+        row: dict[str, float | int | None] = {
+            "step": self.done,
+            "images": images,
+            "train_loss": loss_sum / max(count, 1),
+            "validation_loss": None,
+            "lr": rate,
+        }
+        if self._due(self.hyper.validate_every):
+            with self.watch.paused():
+                row["validation_loss"] = self.validate()
+        self.history.append(row)
+        speed = steps * self.hyper.batch_size / max(seconds, 1e-9)
+        bar.set_postfix_str(f"loss {row['train_loss']:.3f}, {speed:.0f} images/s", refresh=False)
+        if self.tracker is not None:
+            metrics = {
+                "train/loss": row["train_loss"],
+                "validation/loss": row["validation_loss"],
+                "lr": rate,
+                "images_per_s": speed,
+                "data_wait_share": waited / max(seconds, 1e-9),
+            }
+            self.tracker.log({name: value for name, value in metrics.items() if value is not None}, step=images)
+
+    @torch.no_grad()
+    def validate(self) -> float | None:
+        """The loss on the validation split, or its first images, under the same corruption drawn once and for all.
+
+        Each batch is judged by one rank alone and the sums are added in order, so that the number does not depend on
+        the ranks. None where the split is empty.
+        """
+        model = self.model if self.averaged is None else self.averaged
+        size = min(self.hyper.batch_size, 256)
+        count = -(-min(len(self.validation_set), self.hyper.validation_images) // size)
+        sums_N2 = torch.zeros(count, 2, dtype=torch.float64, device=self.device)
+        model.eval()
+        with dist.alone(), self._autocast():
+            for number, batch in enumerate(self._validation_batches(size, count)):
+                if number % self.world != self.rank:
+                    continue
+                images_BCHW = eval_images(batch.images_BCHW.to(self.device), self.hyper.image_size)
+                draws = Draws.at(self.hyper.seed, number, "validation", width=self.config.max_tokens)
+                loss, tokens = self.objective.loss(model, TextImage(images_BCHW, batch.tokens_BL), draws)
+                sums_N2[number] = torch.stack([loss, tokens])
+        model.train()
+        loss_sum, total = dist.all_reduce_sum(sums_N2).sum(0).tolist()
+        return loss_sum / total if total else None
+
+    def summary(self) -> str:
+        """One line on what runs, where, and from which step."""
+        start = f"taken up again at step {self.done}" if self.done else "from step 0"
+        weights = sum(parameter.numel() for parameter in self.parameters)
+        precision = "bf16" if self._bf16() else "fp32"
+        return (
+            f"training {self.hyper.objective} ({self.hyper.preset}, {weights / 1e6:.1f} million weights) on "
+            f"{len(self.train_set)} pairs, {self.world} x {self.device.type}, {precision}, {start} of "
+            f"{self.hyper.steps}"
+        )
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write a checkpoint, unless this step has one. All ranks take part."""
+        self.guard.check()
+        if self.saved == self.done:
+            return
+        with self.watch.paused():
+            if self.rank == 0:
+                if self.tracker is not None:
+                    self.run_id = self.tracker.run_id
+                state = {
+                    "optimizer": self.optimizer.state_dict(),
+                    "averaged": None if self.averaged is None else self.averaged.state_dict(),
+                }
+                progress = {
+                    "step": self.done,
+                    "since_row": self.since_row.tolist(),
+                    "history": self.history,
+                    "run_id": self.run_id,
+                }
+                keep = self.hyper.keep_checkpoints
+                checkpoint.save_checkpoint(
+                    self.work, self.done, self.model, self.config, self.tokenizer_path, state, progress, keep
+                )
+            dist.barrier()
+        self.saved = self.done
+
+    def _resume(self) -> None:
+        """Take up the newest good checkpoint, the same one on every rank."""
+        newest = checkpoint.newest_checkpoint(self.work) if self.rank == 0 else None
+        folder = dist.gather_objects(newest)[0]
+        if folder is None:
+            return
+        state, progress = checkpoint.load_checkpoint(folder, self.model)
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.averaged is not None:
+            self.averaged.load_state_dict(state["averaged"])
+        self.done = self.saved = progress["step"]
+        self.since_row += torch.tensor(progress["since_row"], dtype=torch.float64, device=self.device)
+        self.history, self.run_id = progress["history"], progress["run_id"]
+
+    def write(self, output: Path) -> str:
+        """Write the trained model and its loss curve as the folder `output`; returns the model's fingerprint."""
+        model = self.model if self.averaged is None else self.averaged
+        images = self.done * self.hyper.batch_size
+        with files.whole_folder(output) as temporary:
+            checkpoint.save_model(temporary, model, self.config, self.tokenizer_path)
+            write_curve(temporary / "loss.csv", self.history)
+            made = checkpoint.fingerprint(temporary)
+            files.write_manifest(
+                temporary,
+                inputs={
+                    "shards": files.sha256(self.shards / files.MANIFEST),
+                    "params": files.fingerprint(self.hyper.model_dump(exclude=BOOKKEEPING)),
+                },
+                counts={"steps": self.done, "images": images, "passes": round(images / len(self.train_set), 3)},
+                fingerprint=made,
+            )
+        return made
+
+
+def write_curve(path: Path, history: list[dict[str, float | int | None]]) -> None:
+    """The loss curve as csv; an empty cell where nothing was measured."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for row in history:
+            cells = {name: f"{value:.9g}" if isinstance(value, float) else value for name, value in row.items()}
+            writer.writerow(cells)
+
+
+@contextlib.contextmanager
+def _tracked(trainer: Trainer, failure: Path) -> Iterator[Tracker | None]:
+    """The MLflow run around a training; its status tells how the training ended."""
+    params, run = trainer.params, trainer.work / checkpoint.RUN
+    if trainer.rank != 0 or not params.tracking.uri:
+        yield None
+        return
+    tags = {
+        "mdc.data_version": trainer.version,
+        "mdc.git_commit": git_commit(),
+        "mdc.objective": params.pretrain.objective,
+        "mdc.preset": params.pretrain.preset,
+        "mdc.training": trainer.work.name,
+    }
+    known = files.read_json(run)["run_id"] if run.is_file() else trainer.run_id
+    unsent = trainer.work.with_name(f"unsent-{trainer.work.name}.jsonl")
+    data = TrackedData(trainer.shards, trainer.version, len(trainer.train_set))
+    trainer.tracker = tracker = Tracker(params, tags, data, known, run, unsent)
+    try:
+        yield tracker
+    except SystemExit:
+        tracker.finish("FAILED" if failure.exists() else "KILLED", patience_s=STOP_PATIENCE_S)
+        raise
+    except Exception:
+        tracker.finish("FAILED", patience_s=STOP_PATIENCE_S)
+        raise
+    tracker.finish("FINISHED")
+
+
+def _prepare(work: Path, failure: Path) -> None:
+    """Make the work folder, and say whether there is something to take up again."""
+    work.mkdir(parents=True, exist_ok=True)
+    failure.unlink(missing_ok=True)
+    for half in work.glob(".step-*.tmp"):
+        shutil.rmtree(half, ignore_errors=True)
+    others = [str(other) for other in sorted(work.parent.glob("pretrain-*")) if other != work]
+    if others and not checkpoint.step_folders(work):
+        log.info(
+            "%s are left over from other data or parameters and not used (remove them if they are not needed)",
+            ", ".join(others),
+        )
+
+
+def train(params: Params, shards: Path, output: Path, runs: Path) -> None:
+    """Train as one rank of the group that torchrun describes, and write the checkpoint folder `output`.
+
+    runs: where the folder for work in progress lies, named by a fingerprint of data and parameters; a training that was
+    stopped there is taken up again, and the folder is removed when all is done.
+    Raises UserError for bad input, FloatingPointError where the loss is not finite, SystemExit(128 + signal) after
+    SIGTERM or SIGINT, with a checkpoint saved.
+    """
+    stop = Stop()
+    device = dist.pick_device(params.compute.device)
+    work = work_folder(params, shards, runs)
+    failure = work / FAILURE
+    with dist.process_group(device, params.compute.rank_timeout):
+        if dist.is_main():
+            _prepare(work, failure)
+        dist.barrier()
+        with failures_recorded(failure):
+            trainer = Trainer(params, shards, work, device, stop)
+            if dist.is_main():
+                log.info(trainer.summary())
+            with _tracked(trainer, failure) as tracker, logging_redirect_tqdm():
+                trainer.run()
+                if dist.is_main():
+                    made = trainer.write(output)
+                    if tracker is not None:
+                        tracker.log_model(output, made)
+    if dist.is_main():
+        shutil.rmtree(work)
