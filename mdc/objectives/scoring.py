@@ -66,9 +66,9 @@ class PairedDraws(Draws):
     draws: int = 1
 
     @classmethod
-    def of(cls, seeds: Seeds, captions: int, draws: int, width: int) -> "PairedDraws":
+    def of(cls, seeds: Seeds, stream: str, captions: int, draws: int, width: int) -> "PairedDraws":
         each = [seeds] if isinstance(seeds, int) else list(seeds)
-        images = [Draws.at(seed, "score", width=width) for seed in each]
+        images = [Draws.at(seed, stream, width=width) for seed in each]
         return cls(images[0].generator, width=width, images=images, captions=captions, draws=draws)
 
     def _spread(self, rows: int, draw: Callable[[Draws], Tensor]) -> Tensor:
@@ -91,32 +91,45 @@ def last_positions(tokens_BL: Tensor, pad_id: int) -> Tensor:
     return ((tokens_BL != pad_id).sum(1) - 1).clamp(min=0)
 
 
+def hidden_states(
+    model: Captioner, keys: list[KeyValue], inputs_BL: Tensor, chosen_BL: Tensor, causal_B: Tensor
+) -> Tensor:
+    """The decoder's states `[N, D]` at the chosen positions, on the device of the keys.
+
+    inputs_BL: on the host, padded at the end; the rows of one image follow each other.
+    """
+    device = keys[0][0].device
+    mask, is_causal = attention_mask(inputs_BL != model.config.vocabulary.pad_id, causal_B)
+    hidden_BLD = model.decoder(inputs_BL.to(device), keys, None if mask is None else mask.to(device), is_causal)
+    return hidden_BLD.flatten(0, 1)[chosen_BL.flatten().nonzero().squeeze(1).to(device)]
+
+
+def blocks(x_N: Tensor, vocabulary: int) -> tuple[Tensor, ...]:
+    """`x_N` in pieces whose logits fit the bound."""
+    return x_N.split(max(1, LOGITS_AT_ONCE // vocabulary))
+
+
+def inner_log_probabilities(model: Captioner, hidden_ND: Tensor) -> Tensor:
+    """Log-probabilities `[N, V]` at masked positions before a caption's end, where [EOS] cannot stand."""
+    logits_NV = model.decoder.logits(hidden_ND).float()
+    logits_NV[:, model.config.vocabulary.eos_id] = -torch.inf
+    return logits_NV.log_softmax(1)
+
+
 def log_probabilities(
     model: Captioner, keys: list[KeyValue], inputs_BL: Tensor, targets_BL: Tensor, chosen_BL: Tensor, causal_B: Tensor
 ) -> Tensor:
-    """`log p(target)` at the chosen positions and 0 elsewhere, `[B, L]` on the host.
-
-    inputs_BL and targets_BL hold the same padding; the rows of one image follow each other.
-    """
-    device = keys[0][0].device
-    real_BL = targets_BL != model.config.vocabulary.pad_id
-    mask, is_causal = attention_mask(real_BL, causal_B)
-    mask = None if mask is None else mask.to(device)
-    hidden_BLD = model.decoder(inputs_BL.to(device), keys, mask, is_causal)
-    positions_N = chosen_BL.flatten().nonzero().squeeze(1)
-    hidden_ND = hidden_BLD.flatten(0, 1)[positions_N.to(device)]
-    targets_N = targets_BL.flatten()[positions_N].to(device)
-    result_BL = torch.zeros(inputs_BL.shape)
+    """`log p(target)` at the chosen positions and 0 elsewhere, `[B, L]` on the host."""
+    size = model.config.vocabulary.size
+    hidden_ND = hidden_states(model, keys, inputs_BL, chosen_BL, causal_B)
+    targets_N = targets_BL[chosen_BL].to(hidden_ND.device)
     found = []
-    for hidden_nD, targets_n in zip(*(_blocks(x, model) for x in (hidden_ND, targets_N)), strict=True):
+    for hidden_nD, targets_n in zip(blocks(hidden_ND, size), blocks(targets_N, size), strict=True):
         logits_nV = model.decoder.logits(hidden_nD).float()
         found.append(logits_nV.gather(1, targets_n[:, None]).squeeze(1) - logits_nV.logsumexp(1))
-    result_BL.view(-1)[positions_N] = torch.cat(found).cpu()
+    result_BL = torch.zeros(inputs_BL.shape)
+    result_BL[chosen_BL] = torch.cat(found).cpu()
     return result_BL
-
-
-def _blocks(x_N: Tensor, model: Captioner) -> tuple[Tensor, ...]:
-    return x_N.split(max(1, LOGITS_AT_ONCE // model.config.vocabulary.size))
 
 
 def _in_chunks(
@@ -159,7 +172,7 @@ def monte_carlo(model: Captioner, patches_MPD: Tensor, request: Request) -> Scor
     def chunk_score(keys: list[KeyValue], tokens_MKL: Tensor, seeds: Seeds) -> Tensor:
         M, K, L = tokens_MKL.shape
         tokens_BL = tokens_MKL[:, :, None].expand(M, K, S, L).reshape(-1, L)
-        draws = PairedDraws.of(seeds, K, S, config.max_tokens)
+        draws = PairedDraws.of(seeds, "score", K, S, config.max_tokens)
         inputs_BL, weights_BL, causal_B = corruption(
             tokens_BL, config.vocabulary.pad_id, config.vocabulary.mask_id, draws
         )
@@ -216,25 +229,18 @@ def _surest(
     model: Captioner, keys: list[KeyValue], inputs_BL: Tensor, targets_BL: Tensor, hidden_BL: Tensor
 ) -> tuple[Tensor, Tensor]:
     """At hidden positions: the largest log-probability (elsewhere minus infinity), and the target's (elsewhere 0)."""
-    positions_N = hidden_BL.flatten().nonzero().squeeze(1)
-    log_NV = inner_log_probabilities(model, keys, inputs_BL, positions_N)
-    sure_BL = torch.full(inputs_BL.shape, -torch.inf)
-    true_BL = torch.zeros(inputs_BL.shape)
-    targets_N = targets_BL.flatten()[positions_N].to(log_NV.device)
-    sure_BL.view(-1)[positions_N] = log_NV.amax(1).cpu()
-    true_BL.view(-1)[positions_N] = log_NV.gather(1, targets_N[:, None]).squeeze(1).cpu()
-    return sure_BL, true_BL
-
-
-def inner_log_probabilities(model: Captioner, keys: list[KeyValue], inputs_BL: Tensor, positions_N: Tensor) -> Tensor:
-    """Log-probabilities `[N, V]` at masked positions before a caption's end, where [EOS] cannot stand."""
-    vocabulary, device = model.config.vocabulary, keys[0][0].device
+    size = model.config.vocabulary.size
     causal_B = torch.zeros(len(inputs_BL), dtype=torch.bool)
-    mask, _ = attention_mask(inputs_BL != vocabulary.pad_id, causal_B)
-    hidden_BLD = model.decoder(inputs_BL.to(device), keys, None if mask is None else mask.to(device))
-    logits_NV = model.decoder.logits(hidden_BLD.flatten(0, 1)[positions_N.to(device)]).float()
-    logits_NV[:, vocabulary.eos_id] = -torch.inf
-    return logits_NV.log_softmax(1)
+    hidden_ND = hidden_states(model, keys, inputs_BL, hidden_BL, causal_B)
+    targets_N = targets_BL[hidden_BL].to(hidden_ND.device)
+    largest, true = [], []
+    for hidden_nD, targets_n in zip(blocks(hidden_ND, size), blocks(targets_N, size), strict=True):
+        log_nV = inner_log_probabilities(model, hidden_nD)
+        largest.append(log_nV.amax(1))
+        true.append(log_nV.gather(1, targets_n[:, None]).squeeze(1))
+    sure_BL, true_BL = torch.full(inputs_BL.shape, -torch.inf), torch.zeros(inputs_BL.shape)
+    sure_BL[hidden_BL], true_BL[hidden_BL] = torch.cat(largest).cpu(), torch.cat(true).cpu()
+    return sure_BL, true_BL
 
 
 def autoregressive(model: Captioner, patches_MPD: Tensor, request: Request) -> Scores:
@@ -256,11 +262,13 @@ def cosine(model: TwoTower, patches_MPD: Tensor, request: Request) -> Scores:
     """The cosine of image and caption in the shared space."""
     M, K, L = request.tokens_MKL.shape
     pad_id, device = request.config.vocabulary.pad_id, patches_MPD.device
+    common = request.tokens_MKL.stride(0) == 0  # expanded from [1, K, L]: read once
+    tokens_BL = (request.tokens_MKL[:1] if common else request.tokens_MKL).reshape(-1, L)
     texts = [
         model.text_features(tokens_bL.to(device), last_positions(tokens_bL, pad_id).to(device))
-        for tokens_bL in request.tokens_MKL.reshape(-1, L).split(max(1, TOKENS_AT_ONCE // L))
+        for tokens_bL in tokens_BL.split(max(1, TOKENS_AT_ONCE // L))
     ]
-    text_MKE = torch.cat(texts).view(M, K, -1)
+    text_MKE = torch.cat(texts).view(-1, K, model.config.pretrain.embed_dim).expand(M, -1, -1)
     return _exact(torch.einsum("me,mke->mk", model.image_features(patches_MPD), text_MKE).cpu())
 
 
