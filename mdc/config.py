@@ -186,19 +186,30 @@ class ExtractParams(Section):
 class EvaluateParams(Section):
     """Probes, compositional pairs, captions and neighbours. Everything is chosen on a part of train."""
 
-    probe_learning_rates: list[float] = Field([0.001, 0.003, 0.01, 0.03, 0.1], min_length=1)
-    probe_weight_decays: list[float] = Field([0.0, 1e-6, 1e-5, 1e-4, 1e-3], min_length=1)
+    probe_learning_rates: list[Annotated[float, Field(gt=0)]] = Field([0.01, 0.03, 0.1], min_length=1)
+    probe_weight_decays: list[Annotated[float, Field(ge=0)]] = Field(  # L2 penalties on standardised features
+        [1e-6, 1e-4, 1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0], min_length=1
+    )
     probe_epochs: int = Field(60, ge=1)
     probe_seeds: int = Field(3, ge=1)
     probe_holdout: float = Field(0.2, gt=0, lt=1)  # share of train on which the grid is judged
-    knn_k: list[int] = Field([10, 20], min_length=1)
+    knn_k: list[Annotated[int, Field(ge=1)]] = Field([10, 20], min_length=1)
     compositional_draws: int = Field(32, ge=2)  # Monte Carlo draws of t and mask
-    compositional_split: Literal["train", "validation", "test", "all"] = "test"
-    swaps: list[list[str]] = []  # groups of words that may stand for one another
-    max_pairs: int = Field(2000, ge=1)
+    compositional_split: Literal["train", "validation", "test", "held-out", "all"] = "held-out"
+    swaps: dict[str, list[list[str]]] = {}  # by rule: groups of words that may stand for one another
+    max_pairs: int = Field(500, ge=1)  # of caption and foil, per rule
     caption_length: int = Field(8, ge=2)  # tokens of generated captions, the end token included
     pictures: int = Field(12, ge=1)  # shown with captions and neighbours in the report
     seed: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for rule, groups in self.swaps.items():
+            for group in groups:
+                words = [" ".join(word.split()).casefold() for word in group]
+                if len(words) < 2 or len(set(words)) < len(words) or not all(words):
+                    raise ValueError(f"swaps: rule {rule!r} needs two or more different words per group, got {group}")
+        return self
 
 
 class ReportParams(Section):

@@ -1,0 +1,199 @@
+"""Linear probe on frozen features: a grid of softmax heads trained side by side in one pass over the features.
+
+The protocol, for every seed: a fifth of the training rows is held out, whole groups at a time; every learning rate is
+paired with every L2 penalty; the head with the best accuracy on the held-out rows wins; a head with its settings is
+trained on all training rows; the test rows are seen once, by that head. The penalty is part of the loss, so that a
+converged head is logistic regression with C = 1 / (penalty x rows), whatever its learning rate.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mdc.draws import derive_seed
+from mdc.eval.measures import Labels
+
+# N rows, D feature width, H heads, C classes, B rows of a batch
+
+BATCH = 256  # rows per update
+CONVERGED = 0.01  # largest gradient norm at the end, as a share of that at the start
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The heads to choose from and how long they train."""
+
+    learning_rates: Sequence[float]
+    weight_decays: Sequence[float]
+    epochs: int
+    holdout: float  # share of the training rows
+
+    @property
+    def cells(self) -> list[tuple[float, float]]:
+        """Every (learning rate, weight decay)."""
+        return [(lr, decay) for lr in self.learning_rates for decay in self.weight_decays]
+
+    def at_edge(self, lr: float, decay: float) -> bool:
+        """Whether a value beyond the grid might have been better; a penalty of zero has nothing below it."""
+        rates, decays = sorted(self.learning_rates), sorted(self.weight_decays)
+        rate_edge = len(rates) > 1 and lr in (rates[0], rates[-1])
+        decay_edge = len(decays) > 1 and (decay == decays[-1] or (decay == decays[0] and decay > 0))
+        return rate_edge or decay_edge
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """One seed's outcome."""
+
+    predicted: Labels  # of the test rows
+    lr: float
+    weight_decay: float
+    holdout_accuracy: float  # of the chosen head
+    grid_edge: bool
+    converged: bool
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Trained heads: logits are `features @ weight + bias`."""
+
+    weight_DHC: Tensor
+    bias_HC: Tensor
+    gradient_H: Tensor  # gradient norm of the whole loss at the end, as a share of that of an all-zero head
+
+    def predict(self, features_ND: Tensor) -> Tensor:
+        """The class of every row by every head, `[N, H]`."""
+        return torch.cat([_logits(chunk, self.weight_DHC, self.bias_HC).argmax(-1) for chunk in features_ND.split(4096)])
+
+
+def linear_probe(
+    train: Tensor,
+    labels: Labels,
+    groups: Sequence[str],
+    test: Tensor,
+    classes: int,
+    grid: Grid,
+    seed: int,
+    on_epoch: Callable[[], object] = lambda: None,
+) -> ProbeResult:
+    """Choose a head on a part of train and predict the classes of test.
+
+    train: `[N, D]` floats. labels: `[N]` classes 0 .. classes - 1. groups: `[N]` names; rows of one group are held out
+    together. test: `[M, D]`. on_epoch: called after each of the `2 * epochs` passes.
+    """
+    held = torch.from_numpy(held_out(groups, grid.holdout, derive_seed(seed, "holdout"))).to(train.device)
+    truth = torch.from_numpy(labels).to(train.device)
+    fit_scale = Scale.of(train[~held])
+    heads = train_heads(
+        fit_scale(train[~held]), truth[~held], classes, grid.cells, grid.epochs, derive_seed(seed, "grid"), on_epoch
+    )
+    correct_H = (heads.predict(fit_scale(train[held])) == truth[held, None]).float().mean(0)
+    best = int(correct_H.argmax())
+    lr, decay = grid.cells[best]
+
+    scale = Scale.of(train)
+    final = train_heads(
+        scale(train), truth, classes, [(lr, decay)], grid.epochs, derive_seed(seed, "final"), on_epoch
+    )
+    return ProbeResult(
+        predicted=final.predict(scale(test))[:, 0].cpu().numpy(),
+        lr=lr,
+        weight_decay=decay,
+        holdout_accuracy=float(correct_H[best]),
+        grid_edge=grid.at_edge(lr, decay),
+        converged=bool(final.gradient_H[0] <= CONVERGED),
+    )
+
+
+def held_out(groups: Sequence[str], share: float, seed: int) -> np.ndarray:
+    """Which rows to hold out, `[N]` bool: whole groups in random order, up to `share` of the rows, at least one.
+
+    With fewer than two groups single rows are drawn.
+    """
+    names, group_N = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
+    if len(names) < 2:
+        group_N = np.arange(len(group_N))
+    sizes = np.bincount(group_N)
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    taken = np.cumsum(sizes[order]) <= share * len(group_N)
+    taken[0] = True
+    return np.isin(group_N, order[taken])
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Standardisation with the mean and deviation of the rows that it was fitted on."""
+
+    mean_D: Tensor
+    factor_D: Tensor
+
+    @classmethod
+    def of(cls, rows_ND: Tensor) -> "Scale":
+        """A column that hardly varies for its size holds rounding errors: it is set to zero."""
+        rows_ND = rows_ND.double()
+        deviation_D, mean_D = torch.std_mean(rows_ND, dim=0, correction=0)
+        constant_D = deviation_D <= 1e-6 * rows_ND.abs().amax(0)
+        return cls(mean_D, torch.where(constant_D, 0.0, 1 / deviation_D.where(~constant_D, deviation_D.new_ones(()))))
+
+    def __call__(self, rows_ND: Tensor) -> Tensor:
+        return ((rows_ND.double() - self.mean_D) * self.factor_D).float()
+
+
+def train_heads(
+    features_ND: Tensor,
+    labels_N: Tensor,
+    classes: int,
+    cells: Sequence[tuple[float, float]],
+    epochs: int,
+    seed: int,
+    on_epoch: Callable[[], object] = lambda: None,
+) -> Heads:
+    """Train one softmax head per (learning rate, L2 penalty), all on the same batches, by Adam with a cosine to zero.
+
+    features_ND: standardised. The heads share no parameters, so the gradient of their summed losses is each one's own.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lr_H, decay_H = (torch.tensor(column, device=features_ND.device) for column in zip(*cells, strict=True))
+    weight_DHC = torch.zeros(features_ND.shape[1], len(cells), classes, device=features_ND.device)
+    bias_HC = torch.zeros(len(cells), classes, device=features_ND.device)
+    zero_H = _gradient_norm(features_ND, labels_N, weight_DHC, bias_HC, decay_H)
+
+    # Adam's step does not depend on the gradient's size, so with weight = lr * parameter one optimiser serves all rates.
+    parameters = [torch.zeros_like(weight_DHC, requires_grad=True), torch.zeros_like(bias_HC, requires_grad=True)]
+    optimiser = torch.optim.Adam(parameters, lr=1.0, fused=True)
+    batches = math.ceil(len(features_ND) / BATCH)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs * batches)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(features_ND), generator=generator).to(features_ND.device).chunk(batches):
+            weight, bias = parameters[0] * lr_H[:, None], parameters[1] * lr_H[:, None]
+            optimiser.zero_grad()
+            _losses(features_ND[rows], labels_N[rows], weight, bias, decay_H).sum().backward()
+            optimiser.step()
+            schedule.step()
+        on_epoch()
+    weight_DHC, bias_HC = (parameter.detach() * lr_H[:, None] for parameter in parameters)
+    end_H = _gradient_norm(features_ND, labels_N, weight_DHC, bias_HC, decay_H)
+    return Heads(weight_DHC, bias_HC, end_H / zero_H)
+
+
+def _logits(features_BD: Tensor, weight_DHC: Tensor, bias_HC: Tensor) -> Tensor:
+    return torch.einsum("bd,dhc->bhc", features_BD, weight_DHC) + bias_HC
+
+
+def _losses(features_BD: Tensor, labels_B: Tensor, weight_DHC: Tensor, bias_HC: Tensor, decay_H: Tensor) -> Tensor:
+    """Mean cross-entropy plus half the penalty times the squared weights, of each head."""
+    logits_BHC = _logits(features_BD, weight_DHC, bias_HC)
+    entropy_BH = logits_BHC.logsumexp(-1) - logits_BHC.gather(2, labels_B[:, None, None].expand(-1, len(decay_H), 1))[..., 0]
+    return entropy_BH.mean(0) + 0.5 * decay_H * weight_DHC.square().sum((0, 2))
+
+
+def _gradient_norm(features_ND: Tensor, labels_N: Tensor, weight_DHC: Tensor, bias_HC: Tensor, decay_H: Tensor) -> Tensor:
+    weight, bias = weight_DHC.clone().requires_grad_(), bias_HC.clone().requires_grad_()
+    loss = _losses(features_ND, labels_N, weight, bias, decay_H).sum()
+    weight_grad, bias_grad = torch.autograd.grad(loss, (weight, bias))
+    return (weight_grad.square().sum((0, 2)) + bias_grad.square().sum(1)).sqrt()
