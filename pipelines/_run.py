@@ -3,17 +3,19 @@
 import inspect
 import logging
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import httpx
+import psutil
 from prefect import Flow, get_client, get_run_logger
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.exceptions import PrefectException
@@ -22,8 +24,9 @@ from prefect.states import Crashed
 from pydantic import BaseModel
 
 from mdc.config import Params, change_params, load_params, partial
-from mdc.errors import UserError
-from mdc.processes import only_writer
+from mdc.errors import Terminated, UserError
+from mdc.files import read_json, write_json
+from mdc.processes import only_writer, raise_on_sigterm
 from pipelines._dvc import USER_ERROR, StageFailed, reproduce
 
 ARTIFACT_EVERY_S = 3.0
@@ -63,22 +66,38 @@ def project(changes: Mapping[str, BaseModel | None]) -> Iterator[None]:
 
 @contextmanager
 def _recorded(record: Path, log: logging.Logger | logging.LoggerAdapter[Any]) -> Iterator[None]:
-    """Keep this run's id in a file while it runs. An id that is still there belongs to a run that was killed."""
+    """Keep this run's id in a file while it runs. One that is still there is of a run that was killed: clear up."""
     if record.is_file():
+        killed = read_json(record)
+        _end_servers(killed["servers"])
         with get_client(sync_client=True) as client:
             try:
-                killed = client.read_flow_run(UUID(record.read_text().strip()))
-                if killed.state is None or not killed.state.is_final():
+                run = client.read_flow_run(UUID(killed["flow_run"]))
+                if run.state is None or not run.state.is_final():
                     state: Any = Crashed(message="Its process was killed; found by the next run.")
-                    client.set_flow_run_state(killed.id, state, force=True)
-                    log.warning("Marked flow run %r as crashed: its process was killed", killed.name)
+                    client.set_flow_run_state(run.id, state, force=True)
+                    log.warning("Marked flow run %r as crashed: its process was killed", run.name)
             except PrefectException:
-                log.info("The server does not know the flow run before this one")
-    record.write_text(str(flow_run.id))
+                log.info("The server does not know the killed flow run before this one")
+    write_json(record, {"flow_run": str(flow_run.id), "servers": _temporary_servers()})
     try:
         yield
     finally:
         record.unlink(missing_ok=True)
+
+
+def _temporary_servers() -> list[list[float]]:
+    """Process id and start time of the temporary servers that Prefect started for this process."""
+    children = psutil.Process().children()
+    return [[child.pid, child.create_time()] for child in children if "uvicorn" in " ".join(child.cmdline())]
+
+
+def _end_servers(servers: list[list[float]]) -> None:
+    for pid, started in servers:
+        with suppress(psutil.NoSuchProcess):
+            server = psutil.Process(int(pid))
+            if server.create_time() == started:
+                server.terminate()
 
 
 def may_help(_task: Any, _run: Any, state: Any) -> bool:
@@ -158,6 +177,9 @@ def main(flow: Flow[..., None]) -> None:
     """Run a flow from the command line. The log tells what went wrong; the last line says it again, short."""
     try:
         load_params()  # bad parameters need no server to be told
-        flow()
+        with raise_on_sigterm():
+            flow()
     except (UserError, StageFailed) as error:
         sys.exit(f"error: {error}")
+    except Terminated:  # an orderly exit, on which Prefect ends its temporary server
+        sys.exit(128 + signal.SIGTERM)
