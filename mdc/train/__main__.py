@@ -27,9 +27,10 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("mdc").setLevel(logging.INFO)
     try:
-        train(load_params(arguments.params), arguments.shards, arguments.output, arguments.work)
+        params = load_params(arguments.params)
+        train(params, arguments.shards, arguments.output, arguments.work, arguments.launched)
     except UserError as error:
-        sys.exit(1 if arguments.launched else f"error: {error}")
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

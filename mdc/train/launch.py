@@ -20,6 +20,7 @@ from mdc.train.tracking import close_run
 from mdc.train.trainer import work_folder
 from mdc.train.watch import FAILURE
 
+TARGET = "mdc.train"  # the module that each rank runs
 SHUTDOWN_S = 60  # for ranks to save a checkpoint after SIGTERM
 
 
@@ -38,7 +39,7 @@ def pretrain(params: Params | Path, shards: Path, output: Path, runs: Path) -> N
     work = work_folder(params, shards, runs)
     work.mkdir(parents=True, exist_ok=True)
     files.write_json(work / "params.json", params.model_dump())  # JSON is YAML: ranks read what was checked here
-    command = ["-m", "mdc.train", "--launched", "--params", str(work / "params.json")]
+    command = ["-m", TARGET, "--launched", "--params", str(work / "params.json")]
     command += ["--shards", str(shards), "--output", str(output), "--work", str(runs)]
     before = {number: signal.getsignal(number) for number in _HANDLED}
     try:

@@ -12,7 +12,6 @@ import logging
 import shutil
 import sys
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,11 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from mdc import dist, files
 from mdc.config import ModelConfig, Params, choose
-from mdc.data.loader import Batch, ShardDataset, TrainLoader, eval_batches
+from mdc.data.loader import Batch, ShardDataset, TrainLoader
 from mdc.data.shards import read_index
 from mdc.data.tokenizer import CaptionTokenizer
 from mdc.data.transforms import eval_images, train_images
 from mdc.draws import Draws, derive_seed
-from mdc.errors import UserError
 from mdc.objectives import OBJECTIVES, TextImage
 from mdc.train import checkpoint
 from mdc.train.optim import build_optimizer, learning_rate, scale_and_clip, set_learning_rate
@@ -38,6 +36,7 @@ from mdc.train.watch import FAILURE, Guard, Stop, Stopwatch, failures_recorded
 
 log = logging.getLogger(__name__)
 
+VALIDATION_BATCH = 256  # images; a constant, since masks are drawn per batch
 STOP_PATIENCE_S = 10.0  # for tracking when a training does not end well: its launcher waits
 COLUMNS = ("step", "images", "train_loss", "validation_loss", "lr")
 # What may change without another loss at any step: such a training is taken up again.
@@ -73,10 +72,7 @@ class Trainer:
         self.tokenizer_path = shards / checkpoint.TOKENIZER
         vocabulary = CaptionTokenizer.load(str(self.tokenizer_path)).vocabulary
         self.config = ModelConfig(pretrain=self.hyper, vocabulary=vocabulary, max_tokens=params.caption.max_tokens)
-        self.version: str = read_index(shards)["version"]
         self.train_set, self.validation_set = ShardDataset(shards, "train"), ShardDataset(shards, "validation")
-        if not len(self.train_set):
-            raise UserError(f"{shards} holds no training samples; lower caption.validation_share or add data")
 
         self.objective = choose("objective", self.hyper.objective, OBJECTIVES)
         self.model = checkpoint.initial_model(self.config, self.hyper.seed).to(device)
@@ -96,7 +92,7 @@ class Trainer:
             self.model.compile()
         self.replica: nn.Module = self.model
         if self.world > 1:
-            self.replica = DistributedDataParallel(self.model, broadcast_buffers=False, gradient_as_bucket_view=True)
+            self.replica = DistributedDataParallel(self.model, forward_sync_buffers=False, gradient_as_bucket_view=True)
         self.watch = Stopwatch()
         self.tracker: Tracker | None = None
 
@@ -181,17 +177,13 @@ class Trainer:
             self.train_set,
             batch_size=self.hyper.batch_size,
             seed=self.hyper.seed,
-            start=self.done,
-            stop=self.hyper.steps,
+            steps=range(self.done, self.hyper.steps),
             rank=self.rank,
             world=self.world,
             accumulate=self.hyper.accumulate,
             workers=self.params.compute.workers,
             pad_id=self.config.vocabulary.pad_id,
         )
-
-    def _validation_batches(self, size: int, count: int) -> Iterator[Batch]:
-        return islice(eval_batches(self.validation_set, size, self.config.vocabulary.pad_id), count)
 
     def _due(self, every: int) -> bool:
         return self.done % every == 0 or self.done == self.hyper.steps
@@ -254,18 +246,18 @@ class Trainer:
         the ranks. None where the split is empty.
         """
         model = self.model if self.averaged is None else self.averaged
-        size = min(self.hyper.batch_size, 256)
-        count = -(-min(len(self.validation_set), self.hyper.validation_images) // size)
-        sums_N2 = torch.zeros(count, 2, dtype=torch.float64, device=self.device)
+        dataset, size = self.validation_set, VALIDATION_BATCH
+        starts = range(0, min(len(dataset), self.hyper.validation_images), size)
+        sums_N2 = torch.zeros(len(starts), 2, dtype=torch.float64, device=self.device)
         model.eval()
         with dist.alone(), self._autocast():
-            for number, batch in enumerate(self._validation_batches(size, count)):
-                if number % self.world != self.rank:
-                    continue
+            for number in range(self.rank, len(starts), self.world):
+                rows = range(starts[number], min(starts[number] + size, len(dataset)))
+                batch = dataset.batch(list(rows), self.config.vocabulary.pad_id, 0, len(rows), number)
                 images_BCHW = eval_images(batch.images_BCHW.to(self.device), self.hyper.image_size)
-                draws = Draws.at(self.hyper.seed, number, "validation", width=self.config.max_tokens)
-                loss, tokens = self.objective.loss(model, TextImage(images_BCHW, batch.tokens_BL), draws)
-                sums_N2[number] = torch.stack([loss, tokens])
+                draws = Draws.at(self.hyper.seed, "validation", number, width=self.config.max_tokens)
+                loss, count = self.objective.loss(model, TextImage(images_BCHW, batch.tokens_BL), draws)
+                sums_N2[number] = torch.stack([loss, count])
         model.train()
         loss_sum, total = dist.all_reduce_sum(sums_N2).sum(0).tolist()
         return loss_sum / total if total else None
@@ -361,7 +353,7 @@ def _tracked(trainer: Trainer, failure: Path) -> Iterator[Tracker | None]:
         yield None
         return
     tags = {
-        "mdc.data_version": trainer.version,
+        "mdc.data_version": trainer.train_set.version,
         "mdc.git_commit": git_commit(),
         "mdc.objective": params.pretrain.objective,
         "mdc.preset": params.pretrain.preset,
@@ -369,7 +361,7 @@ def _tracked(trainer: Trainer, failure: Path) -> Iterator[Tracker | None]:
     }
     known = files.read_json(run)["run_id"] if run.is_file() else trainer.run_id
     unsent = trainer.work.with_name(f"unsent-{trainer.work.name}.jsonl")
-    data = TrackedData(trainer.shards, trainer.version, len(trainer.train_set))
+    data = TrackedData(trainer.shards, trainer.train_set.version, len(trainer.train_set))
     trainer.tracker = tracker = Tracker(params, tags, data, known, run, unsent)
     try:
         yield tracker
@@ -396,11 +388,11 @@ def _prepare(work: Path, failure: Path) -> None:
         )
 
 
-def train(params: Params, shards: Path, output: Path, runs: Path) -> None:
+def train(params: Params, shards: Path, output: Path, runs: Path, launched: bool = False) -> None:
     """Train as one rank of the group that torchrun describes, and write the checkpoint folder `output`.
 
     runs: where the folder for work in progress lies, named by a fingerprint of data and parameters; a training that was
-    stopped there is taken up again, and the folder is removed when all is done.
+    stopped there is taken up again, and the folder is removed when all is done. launched: see `failures_recorded`.
     Raises UserError for bad input, FloatingPointError where the loss is not finite, SystemExit(128 + signal) after
     SIGTERM or SIGINT, with a checkpoint saved.
     """
@@ -412,7 +404,7 @@ def train(params: Params, shards: Path, output: Path, runs: Path) -> None:
         if dist.is_main():
             _prepare(work, failure)
         dist.barrier()
-        with failures_recorded(failure):
+        with failures_recorded(failure, launched):
             trainer = Trainer(params, shards, work, device, stop)
             if dist.is_main():
                 log.info(trainer.summary())
@@ -422,5 +414,5 @@ def train(params: Params, shards: Path, output: Path, runs: Path) -> None:
                     made = trainer.write(output)
                     if tracker is not None:
                         tracker.log_model(output, made)
-    if dist.is_main():
-        shutil.rmtree(work)
+            if dist.is_main():
+                shutil.rmtree(work)

@@ -5,7 +5,6 @@ import json
 import signal
 import socket
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -96,31 +95,37 @@ class Guard:
         self.pending.clear()
 
     def _message(self, step: int, uids: list[str]) -> str:
-        shards = self.dataset.samples.set_index("uid").loc[uids, "shard"]
+        samples = self.dataset.samples
+        shard_of = dict(zip(samples["uid"].to_pylist(), samples["shard"].to_pylist(), strict=True))
         shown = ", ".join(uids[:SHOWN_UIDS]) + (f" and {len(uids) - SHOWN_UIDS} more" if len(uids) > SHOWN_UIDS else "")
+        shards = ", ".join(sorted({shard_of[uid] for uid in uids}))
         return (
             f"step {step}: the loss or its gradient is not finite; stopped before the update. The batch came from "
-            f"{', '.join(sorted(set(shards)))}, uids {shown}. Look at these samples, or lower pretrain.lr or "
-            "pretrain.clip_norm"
+            f"{shards}, uids {shown}. Look at these samples, or lower pretrain.lr or pretrain.clip_norm"
         )
 
 
 @contextlib.contextmanager
-def failures_recorded(failure: Path) -> Iterator[None]:
-    """Leave the first failure of any rank in a file: it is the cause, and later ones follow from it."""
+def failures_recorded(failure: Path, launched: bool) -> Iterator[None]:
+    """Leave the first failure of any rank in a file: it is the cause, and later ones follow from it.
+
+    launched: a launcher reads the file and tells a user's mistake, so that it need not be told here as well.
+    """
     try:
         yield
     except Exception as error:
+        mistake = isinstance(error, UserError)
         record = {
             "rank": dist.rank(),
             "host": socket.gethostname(),
-            "message": str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}",
-            "mistake": isinstance(error, UserError),
-            "traceback": traceback.format_exc(),
+            "message": str(error) if mistake else f"{type(error).__name__}: {error}",
+            "mistake": mistake,
         }
         try:
             with failure.open("x", encoding="utf-8") as file:
                 json.dump(record, file)
         except FileExistsError:
-            raise SystemExit(1) from None  # the first one has been told
+            raise SystemExit(1) from None
+        if mistake and launched:
+            raise SystemExit(1) from None
         raise
