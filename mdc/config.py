@@ -48,6 +48,7 @@ class DownloadParams(Section):
     caption_column: str = "caption"
     uid_column: str = ""  # "" = a hash of URL and caption
     label_column: str = ""  # class for probes; "" = none
+    line_breaks: Literal["drop", "space"] = "drop"  # what becomes of a caption with a tab or line break
     group_column: str = ""  # rows of one group never straddle a split; "" = the image's own content
     image_size: int = Field(40, ge=8, le=4096)  # stored size of the shorter side, pixels
     image_format: Literal["jpg", "png", "webp"] = "jpg"

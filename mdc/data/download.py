@@ -1,5 +1,6 @@
 """From a list of URLs to images stored at training size, with every row of the list accounted for."""
 
+import errno
 import os
 import shutil
 import threading
@@ -134,6 +135,16 @@ def _check_success(folder: Path, parts: int, statuses: list[str], params: Downlo
     )
 
 
+@contextmanager
+def _full_disk_named(work: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(f"{work}: the disk is full; make room and run again, finished parts are kept") from None
+
+
 def _place(source: Path, target: Path) -> None:
     """A hard link where the file system allows it, else a copy."""
     try:
@@ -174,7 +185,11 @@ def download(params: DownloadParams, compute: ComputeParams, work: Path, output:
     limits = {name: getattr(params, name) for name in ("timeout", "deadline", "retries", "max_bytes", "user_agent")}
     if len(done) < parts:
         rows_done = sum(_part_rows(folder, part).num_rows for part in done)
-        with _sample_server(params, asked["url"]) as address, _bar(folder, asked.num_rows, rows_done, progress):
+        with (
+            _full_disk_named(work),
+            _sample_server(params, asked["url"]) as address,
+            _bar(folder, asked.num_rows, rows_done, progress),
+        ):
             fetch_parts(
                 plan,
                 folder,
@@ -213,6 +228,8 @@ def download(params: DownloadParams, compute: ComputeParams, work: Path, output:
         write_manifest(temporary, inputs, counts)
     shutil.rmtree(folder)
     plan.unlink()
+    if not any(work.iterdir()):
+        work.rmdir()
 
 
 def read_metadata(downloaded: Path) -> pa.Table:

@@ -98,7 +98,7 @@ class ShardDataset(Dataset[tuple[Tensor, list[int], str]]):
     def images(self, indices: list[int]) -> Tensor:
         """uint8 `[B, C, H, W]`: the centre square of each picture at its stored size."""
         if self._cache_NCHW is not None:
-            return self._cache_NCHW[torch.tensor(indices)]
+            return self._cache_NCHW.index_select(0, torch.tensor(indices))  # many times faster than [indices]
         return torch.stack([self._decode(index) for index in indices])
 
     def tokens(self, indices: list[int], pad_id: int) -> tuple[Tensor, Tensor]:

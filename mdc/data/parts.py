@@ -6,11 +6,14 @@ Nothing else in this project imports img2dataset.
 """
 
 import io
+import multiprocessing
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from email.message import Message
 from functools import partial
+from multiprocessing.pool import IMapIterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -157,11 +160,29 @@ def is_done(folder: Path, part: int) -> bool:
     return (pq.read_schema(table).metadata or {}).get(TAR_SHA256, b"").decode() == sha256(tar)
 
 
+def _watched(results: IMapIterator) -> Iterator[Any]:
+    """Pass the pool's results on. The pool itself would wait for ever for a worker that was killed."""
+    workers: dict[int | None, BaseProcess] = {}
+    while True:
+        try:
+            yield results.next(timeout=1.0)
+        except StopIteration:
+            return
+        except multiprocessing.TimeoutError:
+            workers |= {process.pid: process for process in multiprocessing.active_children()}
+            for process in workers.values():
+                if "PoolWorker" in process.name and process.exitcode:
+                    raise RuntimeError(
+                        f"a download process ended with exit code {process.exitcode}; -9 often means that memory ran "
+                        "out. Run again to continue, with fewer compute.download_processes or download_threads"
+                    ) from None
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """img2dataset's messages and its bar over parts give way to one bar over rows."""
-    silent = mock.patch.object(img2dataset.distributor, "tqdm", iter)
-    with silent, redirect_stdout(io.StringIO()):
+def _hooked() -> Iterator[None]:
+    """img2dataset's messages and its bar over parts give way to our watch over its pool, and one bar over rows."""
+    watched = mock.patch.object(img2dataset.distributor, "tqdm", _watched)
+    with watched, redirect_stdout(io.StringIO()):
         yield
 
 
@@ -212,5 +233,5 @@ def fetch_parts(
         disallowed_header_directives=list(OPT_OUT),
     )
     distribute: Callable[..., None] = img2dataset.distributor.multiprocessing_distributor
-    with _quiet():
+    with _hooked():
         distribute(processes, worker, reader, None, 0)

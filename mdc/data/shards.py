@@ -138,7 +138,17 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def _problem(path: Path, record: dict[str, Any]) -> str:
+def _listed(table: pa.Table, extension: str) -> dict[str, list[Member]]:
+    """The members that `samples.parquet` says each shard has."""
+    listed: dict[str, list[Member]] = {}
+    columns = ("uid", "shard", "image_offset", "image_bytes", "json_offset", "json_bytes")
+    for uid, shard, *places in zip(*(table[name].to_pylist() for name in columns), strict=True):
+        pair = [Member(f"{uid}.{extension}", *places[:2]), Member(f"{uid}.json", *places[2:])]
+        listed.setdefault(shard, []).extend(pair)
+    return listed
+
+
+def _problem(path: Path, record: dict[str, Any], listed: list[Member]) -> str:
     if not path.is_file():
         return "is missing"
     if path.stat().st_size != record["bytes"]:
@@ -146,10 +156,12 @@ def _problem(path: Path, record: dict[str, Any]) -> str:
     if sha256(path) != record["sha256"]:
         return "has another checksum than the index says"
     try:
-        found = sum(1 for _ in members(path))
+        found = list(members(path))
     except tarfile.ReadError as error:
         return f"is no readable tar ({error})"
-    return "" if found == 2 * record["samples"] else f"holds {found} members, not 2 x {record['samples']}"
+    if len(found) != 2 * record["samples"]:
+        return f"holds {len(found)} members, not 2 x {record['samples']}"
+    return "" if found == listed else f"has members other than {SAMPLES} lists"
 
 
 def verify_shards(folder: Path) -> dict[str, int]:
@@ -158,13 +170,17 @@ def verify_shards(folder: Path) -> dict[str, int]:
     Raises UserError that names each damaged shard.
     """
     index = read_index(folder)
-    shards = [(folder / record["file"], record) for records in index["splits"].values() for record in records]
-    problems = [f"{path} {problem}" for path, record in shards if (problem := _problem(path, record))]
-    table = pq.read_table(folder / SAMPLES, columns=["split", "shard"])
+    table = pq.read_table(folder / SAMPLES)
+    listed = _listed(table, index["image_format"])
+    problems = [
+        f"{folder / record['file']} {problem}"
+        for records in index["splits"].values()
+        for record in records
+        if (problem := _problem(folder / record["file"], record, listed.get(record["file"], [])))
+    ]
     counts = {split: sum(record["samples"] for record in records) for split, records in index["splits"].items()}
-    listed = {item["values"]: item["counts"] for item in pc.value_counts(table["split"]).to_pylist()}
-    if listed != {split: count for split, count in counts.items() if count}:
-        problems.append(f"{folder / SAMPLES} lists {listed} samples, the index {counts}")
+    if table.num_rows != sum(counts.values()):
+        problems.append(f"{folder / SAMPLES} lists {table.num_rows} samples, the index {counts}")
     if problems:
         raise UserError("\n".join(problems) + "\nRun `mdc stage shard` again")
     return counts

@@ -30,7 +30,10 @@ def is_missing(caption: str | None) -> bool:
 def list_files(place: Path) -> list[Path]:
     """The list itself, or the lists in a folder by name. Raises UserError if there are none."""
     if not place.exists():
-        raise UserError(f"download.input: {place} does not exist; give a file or folder of {', '.join(SUFFIXES)}")
+        raise UserError(
+            f"download.input: {place} does not exist; give a file or folder of {', '.join(SUFFIXES)}, or "
+            "run `mdc sample` to make the sample's"
+        )
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     if place.is_dir():
         files = [file for file in files if file.suffix in SUFFIXES and not file.name.startswith(".")]
@@ -124,11 +127,18 @@ def check_columns(files: list[Path], params: DownloadParams) -> None:
         raise UserError("\n".join(problems))
 
 
+def _texts(file: Path, values: pa.Array, column: str) -> list[str | None]:
+    try:
+        return values.cast(pa.string()).to_pylist()
+    except pa.ArrowException as error:
+        raise UserError(f"{file}: column {column!r} of type {values.type} is no text: {error}") from None
+
+
 def _parquet_rows(file: Path, wanted: dict[str, str]) -> Iterator[tuple[str, dict[str, str | None]]]:
     number = 0
     with pq.ParquetFile(file) as parquet:
         for batch in parquet.iter_batches(columns=list(dict.fromkeys(wanted.values()))):
-            columns = {ours: batch.column(theirs).cast(pa.string()).to_pylist() for ours, theirs in wanted.items()}
+            columns = {ours: _texts(file, batch.column(theirs), theirs) for ours, theirs in wanted.items()}
             for index in range(batch.num_rows):
                 number += 1
                 yield f"{file.name} row {number}", {ours: values[index] for ours, values in columns.items()}
@@ -167,6 +177,10 @@ def hash_uid(*parts: str) -> str:
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
 
 
+def _joined_lines(caption: str | None, params: DownloadParams) -> str | None:
+    return " ".join(caption.split()) if caption and params.line_breaks == "space" else caption
+
+
 def _problem(url: str, caption: str | None) -> str:
     """Why a row is dropped before any request, or ""."""
     if not url.strip():
@@ -197,7 +211,7 @@ def read_list(params: DownloadParams) -> pa.Table:
             if row is None:
                 values: dict[str, str | None] = {"uid": hash_uid(place), "status": "dropped:malformed", "detail": place}
             else:
-                url, caption = row["url"] or "", row["caption"]
+                url, caption = row["url"] or "", _joined_lines(row["caption"], params)
                 uid = (row["uid"] or "") if "uid" in wanted else hash_uid(url, caption or "")
                 status = _problem(url, caption)
                 if "uid" in wanted:
