@@ -1,0 +1,1 @@
+"""What a finished run shows: one HTML page, and the tables on the terminal."""

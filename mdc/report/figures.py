@@ -1,0 +1,234 @@
+"""The report's figures: matplotlib, drawn to inline SVG that takes its colours and its font from the page.
+
+Bytes depend on the data alone: ids come from a fixed salt, no date is written, and text stays text.
+"""
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from markupsafe import Markup, escape
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from mdc.report.tables import Interval
+
+# Stand-ins that `_svg` turns into the page's own colours, so that one drawing serves light and dark.
+INK, MUTED, LINE, ACCENT, PAGE = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
+PAGE_COLOURS = {
+    INK: "var(--ink)",
+    MUTED: "var(--muted)",
+    LINE: "var(--line)",
+    ACCENT: "var(--accent)",
+    PAGE: "var(--page)",
+}
+
+STYLE: Any = {
+    "svg.hashsalt": "mdc",
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # rule names are the user's: a "$" in one is a dollar
+    "font.size": 13,
+    "text.color": INK,
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 12.5,
+    "axes.linewidth": 1.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "xtick.color": LINE,
+    "ytick.color": LINE,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "xtick.labelsize": 12,
+    "ytick.labelsize": 12,
+    "lines.linewidth": 2.0,
+    "legend.frameon": False,
+    "legend.fontsize": 12,
+}
+
+WIDTH = 460  # of every figure, in the page's pixels: readable on a phone, two side by side on a desk
+POINTS = 72  # matplotlib's units per inch; its SVG counts in the same
+
+
+@dataclass(frozen=True)
+class Dots:
+    """One row of a dot-and-interval figure."""
+
+    name: str
+    values: tuple[Interval, ...]
+    strong: bool = False
+
+
+def _figure(height: float) -> Figure:
+    figure = Figure(figsize=(WIDTH / POINTS, height / POINTS), layout="constrained")
+    FigureCanvasSVG(figure)
+    return figure
+
+
+def _svg(figure: Figure, name: str, description: str) -> Markup:
+    """The figure as an inline `<svg>`: ids prefixed by `name`, read aloud as `description`."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    # Several drawings share one page: their ids must not meet.
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'href="#', f'href="#{name}-', svg)
+    svg = re.sub(r"url\(#", f"url(#{name}-", svg)
+    for stand_in, colour in PAGE_COLOURS.items():
+        svg = svg.replace(stand_in, colour)
+    label = f'<svg role="img" aria-label="{escape(description)}" '
+    return Markup(label + svg.removeprefix("<svg ").strip())
+
+
+def _row_names(axes: Axes, rows: Sequence[Dots]) -> None:
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0, labelsize=13, labelcolor=INK)
+    axes.spines["left"].set_visible(False)
+
+
+def _percent_axis(axes: Axes, low: float, high: float) -> None:
+    axes.set_xlim(low, high)
+    axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
+    axes.grid(axis="x", color=LINE, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def probe_figure(rows: Sequence[Dots], metrics: Sequence[str], description: str) -> Markup:
+    """A panel per metric, a row per feature: a dot at the mean, a line over its interval.
+
+    rows: each with one value per metric, as shares.
+    """
+    with rc_context(STYLE):
+        figure = _figure(60 + 46 * len(rows))
+        panels = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
+        _row_names(panels[0], rows)
+        for column, (axes, metric) in enumerate(zip(panels, metrics, strict=True)):
+            values = [row.values[column] for row in rows]
+            low, high = min(v.low for v in values), max(v.high for v in values)
+            margin = 0.22 * max(high - low, 0.05)  # room for the numbers over the outermost dots
+            _percent_axis(axes, max(0.0, low - margin), min(1.0, high + margin))
+            axes.spines["left"].set_visible(False)
+            axes.tick_params(axis="y", length=0)
+            axes.set_title(metric, fontsize=12.5, color=MUTED, loc="center", pad=8)
+            for place, (row, value) in enumerate(zip(rows, values, strict=True)):
+                colour = ACCENT if row.strong else MUTED
+                axes.plot([value.low, value.high], [place, place], color=colour, solid_capstyle="round", linewidth=2.5)
+                axes.plot(value.mean, place, "o", color=colour, markersize=8 if row.strong else 7)
+                axes.annotate(
+                    f"{100 * value.mean:.1f}",
+                    (value.mean, place),
+                    xytext=(0, 8),
+                    textcoords="offset points",
+                    ha="center",
+                    color=INK if row.strong else MUTED,
+                    fontsize=12,
+                    fontweight="bold" if row.strong else "normal",
+                )
+        return _svg(figure, "probe", description)
+
+
+def compositional_figure(rows: Sequence[Dots], chance: float, description: str) -> Markup:
+    """Per rule: a filled dot with the picture, a hollow one without it, and a line at chance.
+
+    rows: each with two values as shares, the score's and the blind control's.
+    """
+    with rc_context(STYLE):
+        figure = _figure(80 + 38 * len(rows))
+        axes = figure.subplots()
+        _row_names(axes, rows)
+        low = min(value.low for row in rows for value in row.values)
+        _percent_axis(axes, max(0.0, min(low, chance) - 0.05), 1.03)
+        axes.axvline(chance, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.annotate(
+            "chance", (chance, 1), (4, -2), xycoords=("data", "axes fraction"), textcoords="offset points",
+            color=MUTED, fontsize=12, va="top",
+        )  # fmt: skip
+        for place, row in enumerate(rows):
+            seen, blind = row.values
+            for value, colour, offset in ((blind, MUTED, 0.13), (seen, ACCENT, -0.13)):
+                axes.plot([value.low, value.high], [place + offset] * 2, color=colour, linewidth=1.6)
+            axes.plot(
+                blind.mean, place + 0.13, "o", color=MUTED, markerfacecolor=PAGE, markeredgewidth=1.8, markersize=7,
+                label="without the picture" if place == 0 else None,
+            )  # fmt: skip
+            axes.plot(
+                seen.mean, place - 0.13, "o", color=ACCENT, markersize=8,
+                label="with the picture" if place == 0 else None,
+            )  # fmt: skip
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles[::-1], labels[::-1], loc="outside upper right", ncols=2, handletextpad=0.2)
+        return _svg(figure, "compositional", description)
+
+
+def loss_figure(losses: pd.DataFrame, description: str) -> Markup:
+    """Training and validation loss against images seen.
+
+    losses: columns images, train_loss, validation_loss; empty where a step did not measure one of them.
+    """
+    with rc_context(STYLE):
+        figure = _figure(300)
+        axes = figure.subplots()
+        validation = losses.dropna(subset="validation_loss")
+        train = losses.dropna(subset="train_loss")
+        axes.plot(train.images, train.train_loss, color=MUTED, linewidth=1.2, label="train")
+        axes.plot(validation.images, validation.validation_loss, "o-", color=ACCENT, markersize=4.5, label="validation")
+        axes.set_xlabel("images seen in training")
+        axes.set_ylabel("loss, nats per token")
+        axes.set_xlim(0, None)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.grid(axis="y", color=LINE, linewidth=0.8)
+        axes.legend(loc="upper right")
+        return _svg(figure, "loss", description)
+
+
+def length_figure(kept: np.ndarray, dropped: np.ndarray, description: str) -> Markup:
+    """Captions per length.
+
+    kept, dropped: the lengths in tokens of the captions that passed the filter and of those that did not.
+    """
+    with rc_context(STYLE):
+        figure = _figure(300)
+        axes = figure.subplots()
+        longest = int(max(kept.max(initial=1), dropped.max(initial=1)))
+        step = max(1, -(-longest // 60))  # so many tokens to a bar that there are at most sixty bars
+        edges = np.arange(0, longest + step + 1, step)
+        centres = edges[:-1] + (step - 1) / 2
+        kept_counts, dropped_counts = (np.histogram(lengths, bins=edges - 0.5)[0] for lengths in (kept, dropped))
+        axes.bar(centres, kept_counts, width=0.8 * step, color=ACCENT, label="kept")
+        if len(dropped):
+            filled = dropped_counts > 0
+            axes.bar(
+                centres[filled],
+                dropped_counts[filled],
+                bottom=kept_counts[filled],
+                width=0.8 * step,
+                facecolor=PAGE,
+                edgecolor=MUTED,
+                hatch="////",
+                linewidth=1,
+                label="dropped",
+            )
+            figure.legend(loc="outside upper right", ncols=2)
+        axes.set_xlabel("tokens in a caption, its end token included")
+        axes.set_ylabel("captions")
+        axes.set_xlim(-0.5, longest + step)
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.grid(axis="y", color=LINE, linewidth=0.8)
+        axes.set_axisbelow(True)
+        return _svg(figure, "lengths", description)

@@ -1,0 +1,159 @@
+"""The tables of results, as text cells: the page and the terminal show the same."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.table import Table as TerminalTable
+
+from mdc.files import read_json, read_manifest
+
+CLASSES_SHOWN = 15
+CHANCE = 0.5  # of choosing right between a caption and its foil
+
+
+class Interval(NamedTuple):
+    """A mean and the 95 % interval around it; all three equal where no interval was measured."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class Cell(NamedTuple):
+    """What one cell says, and what it adds in smaller type."""
+
+    text: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table whose first column names the rows; all others hold numbers.
+
+    strong: the rows to set apart.
+    """
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    strong: frozenset[int] = frozenset()
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def count(number: int) -> str:
+    return f"{number:,}"
+
+
+def wilson(share: float, n: int) -> Interval:
+    """A share of `n` cases with its 95 % interval (Wilson, 1927), which stays within 0 and 1."""
+    z = 1.96
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    reach = z / (1 + z * z / n) * sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return Interval(share, min(share, centre - reach), max(share, centre + reach))
+
+
+def probe_interval(row: Mapping[str, Any], metric: str) -> Interval:
+    """The mean over seeds of `accuracy` or `balanced_accuracy` in a row of probe.json, with its interval."""
+    return Interval(row[f"{metric}_mean"], row[f"{metric}_low"], row[f"{metric}_high"])
+
+
+def _with_interval(value: Interval) -> Cell:
+    if value.low == value.high:
+        return Cell(percent(value.mean))
+    return Cell(percent(value.mean), f"{percent(value.low)} to {percent(value.high)}")
+
+
+def probe_table(probe: Mapping[str, Any], metrics: Mapping[str, Any]) -> Table:
+    """Linear probes and nearest neighbours on frozen features, with every floor."""
+    neighbours = metrics.get("knn", {})
+    ks = sorted({int(k) for by_k in neighbours.values() for k in by_k})
+    rows = []
+    for row in probe["rows"]:
+        by_k = neighbours.get(row["features"], {})
+        rows.append(
+            (
+                Cell(row["name"]),
+                _with_interval(probe_interval(row, "balanced_accuracy")),
+                _with_interval(probe_interval(row, "accuracy")),
+                *(Cell(percent(by_k[str(k)]["balanced_accuracy"]) if str(k) in by_k else "–") for k in ks),
+            )
+        )
+    return Table(
+        caption=f"Test accuracy in %, reading {probe['label']} off frozen features. k-NN: balanced accuracy.",
+        columns=("Features", "Probe, balanced", "Probe, plain", *(f"{k}-NN" for k in ks)),
+        rows=tuple(rows),
+        strong=frozenset(i for i, row in enumerate(probe["rows"]) if row["features"] == "model"),
+    )
+
+
+def compositional_rows(compositional: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rules of compositional.json; where there are several, all their pairs together come first."""
+    rules = list(compositional["rules"])
+    return [{"rule": "all pairs", **metrics["compositional"]["all"]}, *rules] if len(rules) > 1 else rules
+
+
+def compositional_table(compositional: Mapping[str, Any], metrics: Mapping[str, Any]) -> Table:
+    """How often a caption outscores its foil: with the picture, without it, and by the difference of the two."""
+    scorer = compositional["scorer"]
+    rows = compositional_rows(compositional, metrics)
+    cells = tuple(
+        (
+            Cell(row["rule"], _pairs(row["pairs"], row["ties"])),
+            _with_interval(wilson(row[scorer], row["pairs"])),
+            _with_interval(wilson(row["blind"], row["pairs"])),
+            Cell(percent(row["pmi"])),
+        )
+        for row in rows
+    )
+    return Table(
+        caption=f"Captions that outscore their foils, in %. Chance is {percent(CHANCE)}; a tie counts half.",
+        columns=("Words swapped", f"With picture ({scorer})", "Without (blind)", "Difference (pmi)"),
+        rows=cells,
+        strong=frozenset({0} if len(rows) > 1 else ()),
+    )
+
+
+def _pairs(pairs: int, ties: int) -> str:
+    tied = f", {count(ties)} tied" if ties else ""
+    return f"{count(pairs)} {'pair' if pairs == 1 else 'pairs'}{tied}"
+
+
+def class_table(probe: Mapping[str, Any]) -> Table:
+    """Pictures per class, the largest class first."""
+    counts = sorted(probe["class_counts"].items(), key=lambda item: (-item[1], item[0]))
+    total = sum(n for _, n in counts)
+    rows = [(Cell(name), Cell(count(n)), Cell(percent(n / total))) for name, n in counts[:CLASSES_SHOWN]]
+    rest = counts[CLASSES_SHOWN:]
+    if rest:
+        n = sum(n for _, n in rest)
+        rows.append((Cell(f"{count(len(rest))} others"), Cell(count(n)), Cell(percent(n / total))))
+    return Table(caption=f"Pictures per {probe['label']}.", columns=(probe["label"], "Pictures", "%"), rows=tuple(rows))
+
+
+def terminal_tables(evaluation: Path) -> list[TerminalTable]:
+    """The results as tables for the terminal, every number beside its floor or control.
+
+    evaluation: the folder that the stage of that name wrote. Raises UserError where it has not.
+    """
+    read_manifest(evaluation, made_by="evaluate")
+    metrics = read_json(evaluation / "metrics.json")
+    makers = {"probe.json": probe_table, "compositional.json": compositional_table}
+    parts = ((read_json(evaluation / name), make) for name, make in makers.items() if (evaluation / name).is_file())
+    return [_terminal(make(part, metrics)) for part, make in parts if part.get("rows") or part.get("rules")]
+
+
+def _terminal(table: Table) -> TerminalTable:
+    shown = TerminalTable(title=table.caption, title_justify="left", title_style="", box=box.SIMPLE_HEAD)
+    for number, column in enumerate(table.columns):
+        shown.add_column(column, justify="right" if number else "left", no_wrap=number > 0)
+    for number, row in enumerate(table.rows):
+        cells = [f"{cell.text} [dim]{cell.detail}[/dim]" if cell.detail else cell.text for cell in row]
+        shown.add_row(*cells, style="bold" if number in table.strong else "")
+    return shown

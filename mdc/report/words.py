@@ -1,0 +1,51 @@
+"""What the report calls things, in plain words."""
+
+OBJECTIVES = {
+    "mdc": "by filling in masked words of their captions, at a random masking ratio (masked diffusion captioning)",
+    "cmlm": "by filling in masked words of their captions, at a random masking ratio and without the weight 1/t",
+    "bert": "by filling in masked words of their captions, at a fixed masking ratio",
+    "autoregressive": "by writing their captions word by word",
+    "cappa": "by writing their captions, partly word by word and partly all words at once",
+    "clip": "by telling which caption belongs to which picture (softmax over the batch)",
+    "siglip": "by telling which caption belongs to which picture (a sigmoid for every pair)",
+}
+
+SCORERS = {
+    "mc": "a Monte Carlo estimate of a bound on the caption's log-likelihood, in nats; both captions are masked alike",
+    "heuristic": "the pseudo-log-likelihood in nats: every token masked alone",
+    "unmask": "the log-likelihood in nats under unmasking in order of confidence",
+    "autoregressive": "the log-likelihood in nats, word by word",
+    "cosine": "the cosine between picture and caption",
+}
+
+SAMPLERS = {
+    "confidence": "unmasking the most certain position first",
+    "ancestral": "the reverse of masked diffusion",
+    "autoregressive": "writing word by word",
+}
+
+LOSS_NOTE = "Loss per token in nats; lower is better. Validation measures pictures that training never showed."
+LOSS_NOTES = {
+    "mdc": "Loss in nats per token, each caption weighted by 1/t; lower is better. Validation measures pictures that "
+    "training never showed.",
+    "clip": "Loss in nats per picture; lower is better. Validation measures pictures that training never showed.",
+    "siglip": "Loss per picture, summed over its pairs; lower is better. Validation measures pictures that training "
+    "never showed.",
+}
+
+_WITHIN = {"Untrained encoder": "the untrained encoder", "Raw pixels": "raw pixels"}
+
+
+def within(name: str) -> str:
+    """A name of features as it reads inside a sentence."""
+    return _WITHIN.get(name, name)
+
+
+def reason(code: str) -> str:
+    """A reason as the stages code it, such as `failed:too_large`, in words."""
+    return code.removeprefix("failed:").removeprefix("dropped:").replace("_", " ")
+
+
+def score(scorer: str, draws: int) -> str:
+    """How two captions of a picture were scored."""
+    return SCORERS[scorer] + (f" ({draws} draws)" if scorer == "mc" else "")
