@@ -98,8 +98,8 @@ class ShardDataset(Dataset[tuple[Tensor, list[int], str]]):
     def images(self, indices: list[int]) -> Tensor:
         """uint8 `[B, C, H, W]`: the centre square of each picture at its stored size."""
         if self._cache_NCHW is not None:
-            return self._cache_NCHW.index_select(0, torch.tensor(indices))  # many times faster than [indices]
-        return torch.stack([self._decode(index) for index in indices])
+            return torch.from_numpy(self._cache_NCHW.take(indices, 0))  # one thread: the cores are the model's
+        return torch.from_numpy(np.stack([self._decode(index) for index in indices]))
 
     def tokens(self, indices: list[int], pad_id: int) -> tuple[Tensor, Tensor]:
         """int64 `[B, L]` filled up with `pad_id`, and the lengths `[B]`."""
@@ -114,18 +114,17 @@ class ShardDataset(Dataset[tuple[Tensor, list[int], str]]):
         uids = [self.uids[index] for index in indices]
         return Batch(self.images(indices), tokens_BL, lengths_B, uids, first, total, step)
 
-    def _decode(self, index: int) -> Tensor:
+    def _decode(self, index: int) -> np.ndarray:
         with Image.open(io.BytesIO(self.image_bytes(index))) as image:
-            pixels_HWC = centre_square(np.asarray(image))
-        return torch.from_numpy(pixels_HWC.transpose(2, 0, 1).copy())
+            return centre_square(np.asarray(image)).transpose(2, 0, 1)
 
-    def _decode_all(self, cache_bytes: int) -> Tensor | None:
+    def _decode_all(self, cache_bytes: int) -> np.ndarray | None:
         if not self.uids:
             return None
-        first = self._decode(0)
-        if first.numel() * len(self) > cache_bytes:
+        first_CHW = self._decode(0)
+        if first_CHW.nbytes * len(self) > cache_bytes:
             return None
-        cache_NCHW = torch.empty((len(self), *first.shape), dtype=torch.uint8)
+        cache_NCHW = np.empty((len(self), *first_CHW.shape), np.uint8)
         for index in range(len(self)):
             cache_NCHW[index] = self._decode(index)
         return cache_NCHW
