@@ -104,7 +104,6 @@ def load_model(folder: Path | str, device: torch.device | str = "cpu") -> Loaded
 # Checkpoints of a training under way: `step-00000500/` holds the three files, and what the trainer needs to go on.
 
 STATE, PROGRESS = "trainer.pt", "progress.json"
-RUN = "run.json"  # beside the checkpoints: the MLflow run and its status
 
 
 def step_folders(work: Path) -> list[Path]:

@@ -13,19 +13,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from mdc import files
 from mdc.config import Params, load_params
-from mdc.errors import UserError
-from mdc.processes import Terminated
-from mdc.train import checkpoint
+from mdc.errors import Terminated, TrainingFailed, UserError
 from mdc.train.tracking import close_run
-from mdc.train.trainer import work_folder
-from mdc.train.watch import FAILURE
+from mdc.train.work import FAILURE, RUN, work_folder
 
 TARGET = "mdc.train"  # the module that each rank runs
 SHUTDOWN_S = 60  # for ranks to save a checkpoint after SIGTERM
-
-
-class TrainingFailed(RuntimeError):
-    """A rank ended with an error, or was killed; the message names the first one."""
 
 
 def pretrain(params: Params | Path, shards: Path, output: Path, runs: Path) -> None:
@@ -83,7 +76,7 @@ def _cause(error: ChildFailedError, failure: Path) -> Exception:
 
 def _close_tracking(params: Params, work: Path, status: str) -> None:
     """Correct the MLflow run's status where the rank that writes it was killed or could not know why it ended."""
-    record = work / checkpoint.RUN
+    record = work / RUN
     if record.is_file() and (run := files.read_json(record))["status"] != status:
         close_run(params.tracking, run["run_id"], status)
         files.write_json(record, {**run, "status": status})

@@ -13,7 +13,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from mdc import dist, files
 from mdc.config import ModelConfig, Params, choose
 from mdc.data.loader import Batch, ShardDataset, TrainLoader
-from mdc.data.shards import read_index
 from mdc.data.tokenizer import CaptionTokenizer
 from mdc.data.transforms import eval_images, train_images
 from mdc.draws import Draws, derive_seed
@@ -32,34 +30,14 @@ from mdc.objectives import OBJECTIVES, TextImage
 from mdc.train import checkpoint
 from mdc.train.optim import build_optimizer, learning_rate, scale_and_clip, set_learning_rate
 from mdc.train.tracking import TrackedData, Tracker, git_commit
-from mdc.train.watch import FAILURE, Guard, Stop, Stopwatch, failures_recorded
+from mdc.train.watch import Guard, Stop, Stopwatch, failures_recorded
+from mdc.train.work import BOOKKEEPING, FAILURE, RUN, work_folder
 
 log = logging.getLogger(__name__)
 
 VALIDATION_BATCH = 256  # images; a constant, since masks are drawn per batch
 STOP_PATIENCE_S = 10.0  # for tracking when a training does not end well: its launcher waits
 COLUMNS = ("step", "images", "train_loss", "validation_loss", "lr")
-# What may change without another loss at any step: such a training is taken up again.
-BOOKKEEPING = {"checkpoint_every", "keep_checkpoints"}
-
-
-def fingerprint(params: Params, version: str, vocabulary: dict[str, Any]) -> str:
-    """A hash of all that decides the losses of a training: data, parameters and vocabulary."""
-    return files.fingerprint(
-        {
-            "data": version,
-            "pretrain": params.pretrain.model_dump(exclude=BOOKKEEPING),
-            "max_tokens": params.caption.max_tokens,
-            "vocabulary": vocabulary,
-        }
-    )
-
-
-def work_folder(params: Params, shards: Path, runs: Path) -> Path:
-    """Where a training keeps its checkpoints: another folder as soon as its data or parameters are others."""
-    files.read_manifest(shards, made_by="shard")
-    vocabulary = CaptionTokenizer.load(str(shards / checkpoint.TOKENIZER)).vocabulary.model_dump()
-    return runs / f"pretrain-{fingerprint(params, read_index(shards)['version'], vocabulary)}"
 
 
 class Trainer:
@@ -348,7 +326,7 @@ def write_curve(path: Path, history: list[dict[str, float | int | None]]) -> Non
 @contextlib.contextmanager
 def _tracked(trainer: Trainer, failure: Path) -> Iterator[Tracker | None]:
     """The MLflow run around a training; its status tells how the training ended."""
-    params, run = trainer.params, trainer.work / checkpoint.RUN
+    params, run = trainer.params, trainer.work / RUN
     if trainer.rank != 0 or not params.tracking.uri:
         yield None
         return

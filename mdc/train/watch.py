@@ -16,7 +16,6 @@ from mdc import dist
 from mdc.data.loader import ShardDataset
 from mdc.errors import UserError
 
-FAILURE = "failure.json"
 SHOWN_UIDS = 8  # in messages
 
 
