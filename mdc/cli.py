@@ -1,13 +1,13 @@
 """The `mdc` command. Nothing heavy is imported before a command needs it."""
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mdc.errors import Terminated, UserError
+from mdc.errors import Terminated, TrainingFailed, UserError
 
 app = typer.Typer(
     help="Visual features from captions: masked diffusion captioning and its rivals.",
@@ -28,8 +28,11 @@ def stage(
 ) -> None:
     """Run one stage of the pipeline, without DVC or Prefect."""
     from mdc.config import load_params
+    from mdc.processes import end_with_parent
     from mdc.stages import run_stage
 
+    if "DVC_ROOT" in os.environ:  # `dvc repro` runs this: a killed one must not leave a writer behind
+        end_with_parent()
     typer.echo(f"{name}: wrote {run_stage(name, load_params(params))}")
 
 
@@ -113,8 +116,8 @@ def main() -> None:
         app()
     except UserError as error:
         sys.exit(_fail(str(error), 2))
-    except subprocess.CalledProcessError as error:
-        sys.exit(_fail(f"{error.cmd} ended with exit code {error.returncode}; the first error above says why", 1))
+    except TrainingFailed as error:
+        sys.exit(_fail(str(error), 1))
     except KeyboardInterrupt:
         sys.exit(_fail("interrupted; run the same command to continue", 130))
     except Terminated:

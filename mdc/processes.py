@@ -79,12 +79,17 @@ def end_children(grace_s: float) -> None:
     _reap(children, grace_s)
 
 
-def end_group(leader: subprocess.Popen[bytes], grace_s: float) -> None:
-    """End a process that was started in a session of its own, its group, and every process below it."""
-    with suppress(psutil.NoSuchProcess, ProcessLookupError):
+def end_below(leader: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Ask the processes that `leader` started to end, so that it sees them fail and puts its own things in order.
+
+    One without processes is asked itself. All that is left after `grace_s` seconds is ended by force.
+    """
+    with suppress(psutil.NoSuchProcess):
         process = psutil.Process(leader.pid)
         tree = [process, *process.children(recursive=True)]
-        os.killpg(leader.pid, signal.SIGTERM)
+        for asked in process.children() or [process]:
+            with suppress(psutil.NoSuchProcess):
+                asked.terminate()
         _reap(tree, grace_s)
     leader.wait()
 

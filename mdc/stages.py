@@ -5,8 +5,6 @@ checkpoints) lies under `runs/`, in a folder named by a fingerprint of all that 
 before it reruns a stage, and a change of data or parameters must not resume from work done for others.
 """
 
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +12,11 @@ from typing import Any
 
 from mdc.config import STAGES as NAMES
 from mdc.config import Params, PathParams, choose
-from mdc.errors import Terminated
-from mdc.files import MANIFEST, fingerprint, read_manifest, sha256, write_json
-from mdc.processes import end_children, only_writer, raise_on_sigterm, tied
+from mdc.files import MANIFEST, fingerprint, sha256
+from mdc.processes import end_children, only_writer, raise_on_sigterm
 
 LOCK_PATIENCE_S = 5.0
 GRACE_S = 5.0  # for worker processes of a stage that is ended
-TRAINING_GRACE_S = 60.0  # for ranks that save a checkpoint before they end
 
 
 @dataclass(frozen=True)
@@ -81,36 +77,9 @@ def _shard(params: Params, at: Folders) -> None:
 
 
 def _pretrain(params: Params, at: Folders) -> None:
-    shards = read_manifest(at.shards, made_by="shard")
-    inputs = {
-        "params": params.pretrain.model_dump(),
-        "max_tokens": params.caption.max_tokens,
-        "shards": shards["files"],
-    }
-    work = at.work("pretrain", inputs)
-    work.mkdir(parents=True, exist_ok=True)
-    write_json(work / "params.json", params.model_dump())  # JSON is YAML: the ranks read what was checked here
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(params.compute.processes), "-m", "mdc.train"]
-    command += ["--params", str(work / "params.json"), "--shards", str(at.shards)]
-    command += ["--output", str(at.model), "--work", str(work)]
-    _run_training(command)
+    from mdc.train.launch import pretrain
 
-
-def _run_training(command: list[str]) -> None:
-    """Run torchrun in a session of its own, so that only this process tells it to end, and once."""
-    with subprocess.Popen(tied(command), start_new_session=True) as training:
-        try:
-            code = training.wait()
-        except (KeyboardInterrupt, Terminated):
-            training.terminate()
-            try:
-                training.wait(TRAINING_GRACE_S)
-            except subprocess.TimeoutExpired:
-                end_children(grace_s=0)
-            raise
-    if code:
-        raise subprocess.CalledProcessError(code, "training")
+    pretrain(params, at.shards, at.model, at.runs)
 
 
 def _extract(params: Params, at: Folders) -> None:
@@ -154,9 +123,9 @@ assert tuple(STAGES) == NAMES
 def run_stage(name: str, params: Params) -> Path:
     """Run one stage to its end and return the folder that it made.
 
-    Raises UserError for bad input, and when another process writes the same output, and CalledProcessError when a
-    training fails. Whatever ends the stage, SIGTERM
-    and Ctrl-C included, its child processes end with it and the folder is either whole or not there.
+    Raises UserError for bad input and while another process writes the same output, TrainingFailed when a training
+    does. Whatever ends the stage, SIGTERM and Ctrl-C included, its child processes end with it, and the folder is
+    either whole or not there.
     """
     stage = choose("stage", name, STAGES)
     at = Folders.of(params.paths)

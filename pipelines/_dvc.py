@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from mdc.processes import end_group, tied
+from mdc.processes import end_below, tied
 
-GRACE_S = 20.0  # below the 30 s after which a Prefect worker uses force
+GRACE_S = 25.0  # seconds; a Prefect worker uses force after 30
 USER_ERROR = 2  # exit code of `mdc stage` for bad input
 _SEPARATOR = re.compile(rb"[\r\n]")
 _ANNOUNCED = ("Running stage", "> ", "ERROR: failed to reproduce")  # what DVC says around a stage's own words
@@ -78,7 +78,7 @@ def reproduce(stage: str, on_line: Callable[[str], None], on_progress: Callable[
                     on_line(text)
             code = process.wait()
         except BaseException:
-            end_group(process, GRACE_S)
+            end_below(process, GRACE_S)
             raise
     if code:
         raise StageFailed(stage, code, list(last))
