@@ -1,7 +1,6 @@
 # make demo     the whole pipeline on the sample, then the results
 # make test     the tests; make test-slow the ones that take minutes; make lint ruff and mypy
 # make services Prefect server, worker and MLflow on localhost; make stop ends them
-# make bench    the benchmarks
 # make clean    what the pipeline made and DVC can bring back; make clean-all everything it made
 
 SHELL := bash
@@ -16,10 +15,10 @@ export PREFECT_PORT ?= 4200
 export MLFLOW_PORT ?= 5000
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup demo test test-slow lint bench services stop clean clean-all
+.PHONY: help setup demo test test-slow lint services stop clean clean-all
 
 help:
-	@sed -n 's/^# //p' Makefile | head -5
+	@sed -n 's/^# //p' Makefile | head -4
 
 setup: $(READY)
 
@@ -52,9 +51,6 @@ lint: setup
 	@ruff format --check .
 	@mypy
 
-bench: setup
-	@python -m bench
-
 services: setup
 	@python infra/services.py start
 
@@ -63,7 +59,7 @@ stop: setup
 
 clean:
 	rm -rf data/downloaded data/captions data/shards outputs .dvc/tmp .pytest_cache .ruff_cache .mypy_cache
-	find mdc pipelines tests infra bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	find mdc pipelines tests infra -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-all: clean
 	rm -rf data/sample runs .dvc/cache dvc.lock mlflow.db mlartifacts .prefect .services
