@@ -1,4 +1,4 @@
-"""Does the model tell a caption from a foil that differs in one word? Foils are made by rule from the captions themselves.
+"""Does the model tell a caption from a foil that differs in one word? Rules make foils from the captions themselves.
 
 A rule swaps one of a group of words, such as one skin tone for another, wherever it stands as a whole word; the outcome
 is a foil only if it is itself a caption of the data, belongs to a picture that looks different, and is not the caption.
@@ -77,9 +77,7 @@ def swapped(caption: str, groups: Sequence[Sequence[str]]) -> Iterator[str]:
         words = [plain(word) for word in group]
         longest_first = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
         for match in re.finditer(rf"(?<![\w'-])(?:{longest_first})(?![\w'-])", text):
-            yield from (
-                text[: match.start()] + word + text[match.end() :] for word in words if word != match.group()
-            )
+            yield from (text[: match.start()] + word + text[match.end() :] for word in words if word != match.group())
 
 
 def make_pairs(

@@ -1,4 +1,4 @@
-"""Nearest neighbours by cosine: FAISS behind checks, with the facts that make a query comparable kept beside the index."""
+"""Nearest neighbours by cosine: FAISS behind checks, and beside the index the facts that a query must agree with."""
 
 import json
 import math
@@ -62,7 +62,7 @@ def _some_rows(mask: np.ndarray) -> str:
 
 
 class CosineIndex:
-    """An index of N vectors. Ids are row numbers `0 .. N - 1`; vectors are normalised on the way in and on every query."""
+    """N vectors whose ids are their row numbers `0 .. N - 1`; they and every query are normalised."""
 
     def __init__(self, index: faiss.Index, facts: IndexFacts):
         self._index = index
@@ -102,8 +102,8 @@ class CosineIndex:
         facts, shape = self.facts, np.shape(queries)
         if len(shape) == 2 and shape[1] != facts.dimension:
             raise UserError(
-                f"queries have {shape[1]} dimensions (model {model}), the index {facts.dimension} (model {facts.model}); "
-                "encode them with the model that filled the index"
+                f"queries have {shape[1]} dimensions (model {model}), the index {facts.dimension} "
+                f"(model {facts.model}); encode them with the model that filled the index"
             )
         if model != facts.model:
             raise UserError(
@@ -179,10 +179,16 @@ def _search(index: faiss.Index, queries: Vectors, k: int, probes: int) -> tuple[
     """FAISS fills up with -1 where the visited lists hold too few vectors; those queries visit every list instead."""
     if probes == 0:
         return index.search(queries, k)
-    similarities, rows = index.search(queries, k, params=faiss.SearchParametersIVF(nprobe=probes))
+    similarities, rows = index.search(queries, k, params=_visiting(probes))
     short = (rows < 0).any(axis=1)
     if short.any():
-        everywhere = faiss.SearchParametersIVF(nprobe=index.nlist)
+        everywhere = _visiting(faiss.extract_index_ivf(index).nlist)
         similarities[short], rows[short] = index.search(queries[short], k, params=everywhere)
     assert (rows >= 0).all(), "FAISS found fewer rows than the index holds"
     return similarities, rows
+
+
+def _visiting(probes: int) -> faiss.SearchParametersIVF:
+    parameters = faiss.SearchParametersIVF()
+    parameters.nprobe = probes
+    return parameters

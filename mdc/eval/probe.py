@@ -20,8 +20,10 @@ from mdc.eval.measures import Labels
 
 # N rows, D feature width, H heads, C classes, B rows of a batch
 
-BATCH = 256  # rows per update
-CONVERGED = 0.01  # largest gradient norm at the end, as a share of that at the start
+BATCH = 256  # rows per update, at most
+UPDATES = 8  # per pass, at least, so that small sets converge as well
+ROWS_AT_ONCE = 4096  # where no update waits
+CONVERGED = 0.02  # largest gradient norm at the end, as a share of that at the start
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,13 @@ class Grid:
         """Every (learning rate, weight decay)."""
         return [(lr, decay) for lr in self.learning_rates for decay in self.weight_decays]
 
-    def at_edge(self, lr: float, decay: float) -> bool:
-        """Whether a value beyond the grid might have been better; a penalty of zero has nothing below it."""
+    def at_edge(self, lr: float, decay: float, converged: bool) -> bool:
+        """Whether a value beyond the grid might have been better.
+
+        A penalty of zero has nothing below it, and a converged head would be the same at any learning rate.
+        """
         rates, decays = sorted(self.learning_rates), sorted(self.weight_decays)
-        rate_edge = len(rates) > 1 and lr in (rates[0], rates[-1])
+        rate_edge = len(rates) > 1 and lr in (rates[0], rates[-1]) and not converged
         decay_edge = len(decays) > 1 and (decay == decays[-1] or (decay == decays[0] and decay > 0))
         return rate_edge or decay_edge
 
@@ -68,7 +73,9 @@ class Heads:
 
     def predict(self, features_ND: Tensor) -> Tensor:
         """The class of every row by every head, `[N, H]`."""
-        return torch.cat([_logits(chunk, self.weight_DHC, self.bias_HC).argmax(-1) for chunk in features_ND.split(4096)])
+        return torch.cat(
+            [_logits(chunk, self.weight_DHC, self.bias_HC).argmax(-1) for chunk in features_ND.split(ROWS_AT_ONCE)]
+        )
 
 
 def linear_probe(
@@ -97,16 +104,15 @@ def linear_probe(
     lr, decay = grid.cells[best]
 
     scale = Scale.of(train)
-    final = train_heads(
-        scale(train), truth, classes, [(lr, decay)], grid.epochs, derive_seed(seed, "final"), on_epoch
-    )
+    final = train_heads(scale(train), truth, classes, [(lr, decay)], grid.epochs, derive_seed(seed, "final"), on_epoch)
+    converged = bool(final.gradient_H[0] <= CONVERGED)
     return ProbeResult(
         predicted=final.predict(scale(test))[:, 0].cpu().numpy(),
         lr=lr,
         weight_decay=decay,
         holdout_accuracy=float(correct_H[best]),
-        grid_edge=grid.at_edge(lr, decay),
-        converged=bool(final.gradient_H[0] <= CONVERGED),
+        grid_edge=grid.at_edge(lr, decay, converged),
+        converged=converged,
     )
 
 
@@ -155,45 +161,57 @@ def train_heads(
 ) -> Heads:
     """Train one softmax head per (learning rate, L2 penalty), all on the same batches, by Adam with a cosine to zero.
 
-    features_ND: standardised. The heads share no parameters, so the gradient of their summed losses is each one's own.
+    features_ND: standardised. The heads start at zero and share nothing but the order of the batches.
     """
+    device = features_ND.device
     generator = torch.Generator().manual_seed(seed)
-    lr_H, decay_H = (torch.tensor(column, device=features_ND.device) for column in zip(*cells, strict=True))
-    weight_DHC = torch.zeros(features_ND.shape[1], len(cells), classes, device=features_ND.device)
-    bias_HC = torch.zeros(len(cells), classes, device=features_ND.device)
-    zero_H = _gradient_norm(features_ND, labels_N, weight_DHC, bias_HC, decay_H)
+    lr_H, decay_H = (torch.tensor(column, device=device) for column in zip(*cells, strict=True))
+    onehot_NC = F.one_hot(labels_N, classes).float()
 
-    # Adam's step does not depend on the gradient's size, so with weight = lr * parameter one optimiser serves all rates.
-    parameters = [torch.zeros_like(weight_DHC, requires_grad=True), torch.zeros_like(bias_HC, requires_grad=True)]
+    # Adam's step does not depend on the gradient's size: with weight = lr * parameter one optimiser serves all rates.
+    parameters = [
+        torch.zeros(features_ND.shape[1], len(cells), classes, device=device),
+        torch.zeros(len(cells), classes, device=device),
+    ]
     optimiser = torch.optim.Adam(parameters, lr=1.0, fused=True)
-    batches = math.ceil(len(features_ND) / BATCH)
+    batches = min(len(features_ND), max(UPDATES, math.ceil(len(features_ND) / BATCH)))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs * batches)
+    start_H = _gradient_norm(features_ND, onehot_NC, parameters[0], parameters[1], decay_H)
     for _ in range(epochs):
-        for rows in torch.randperm(len(features_ND), generator=generator).to(features_ND.device).chunk(batches):
-            weight, bias = parameters[0] * lr_H[:, None], parameters[1] * lr_H[:, None]
-            optimiser.zero_grad()
-            _losses(features_ND[rows], labels_N[rows], weight, bias, decay_H).sum().backward()
+        for rows_B in torch.randperm(len(features_ND), generator=generator).to(device).chunk(batches):
+            weight_DHC, bias_HC = (parameter * lr_H[:, None] for parameter in parameters)
+            gradients = _gradients(features_ND[rows_B], onehot_NC[rows_B], weight_DHC, bias_HC, decay_H)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
             optimiser.step()
             schedule.step()
         on_epoch()
-    weight_DHC, bias_HC = (parameter.detach() * lr_H[:, None] for parameter in parameters)
-    end_H = _gradient_norm(features_ND, labels_N, weight_DHC, bias_HC, decay_H)
-    return Heads(weight_DHC, bias_HC, end_H / zero_H)
+    weight_DHC, bias_HC = (parameter * lr_H[:, None] for parameter in parameters)
+    end_H = _gradient_norm(features_ND, onehot_NC, weight_DHC, bias_HC, decay_H)
+    return Heads(weight_DHC, bias_HC, end_H / start_H)
 
 
 def _logits(features_BD: Tensor, weight_DHC: Tensor, bias_HC: Tensor) -> Tensor:
     return torch.einsum("bd,dhc->bhc", features_BD, weight_DHC) + bias_HC
 
 
-def _losses(features_BD: Tensor, labels_B: Tensor, weight_DHC: Tensor, bias_HC: Tensor, decay_H: Tensor) -> Tensor:
-    """Mean cross-entropy plus half the penalty times the squared weights, of each head."""
-    logits_BHC = _logits(features_BD, weight_DHC, bias_HC)
-    entropy_BH = logits_BHC.logsumexp(-1) - logits_BHC.gather(2, labels_B[:, None, None].expand(-1, len(decay_H), 1))[..., 0]
-    return entropy_BH.mean(0) + 0.5 * decay_H * weight_DHC.square().sum((0, 2))
+def _gradients(
+    features_BD: Tensor, onehot_BC: Tensor, weight_DHC: Tensor, bias_HC: Tensor, decay_H: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of each head's mean cross-entropy plus half the penalty times the squared weights, in closed form."""
+    error_BHC = _logits(features_BD, weight_DHC, bias_HC).softmax(-1).sub_(onehot_BC[:, None])
+    error_BHC /= len(features_BD)
+    weight_gradient = torch.einsum("bd,bhc->dhc", features_BD, error_BHC) + decay_H[:, None] * weight_DHC
+    return weight_gradient, error_BHC.sum(0)
 
 
-def _gradient_norm(features_ND: Tensor, labels_N: Tensor, weight_DHC: Tensor, bias_HC: Tensor, decay_H: Tensor) -> Tensor:
-    weight, bias = weight_DHC.clone().requires_grad_(), bias_HC.clone().requires_grad_()
-    loss = _losses(features_ND, labels_N, weight, bias, decay_H).sum()
-    weight_grad, bias_grad = torch.autograd.grad(loss, (weight, bias))
-    return (weight_grad.square().sum((0, 2)) + bias_grad.square().sum(1)).sqrt()
+def _gradient_norm(
+    features_ND: Tensor, onehot_NC: Tensor, weight_DHC: Tensor, bias_HC: Tensor, decay_H: Tensor
+) -> Tensor:
+    """Over all rows, `[H]`."""
+    total = [torch.zeros_like(weight_DHC), torch.zeros_like(bias_HC)]
+    for rows_BD, targets_BC in zip(features_ND.split(ROWS_AT_ONCE), onehot_NC.split(ROWS_AT_ONCE), strict=True):
+        share = len(rows_BD) / len(features_ND)
+        for part, gradient in zip(total, _gradients(rows_BD, targets_BC, weight_DHC, bias_HC, decay_H), strict=True):
+            part += share * gradient
+    return (total[0].square().sum((0, 2)) + total[1].square().sum(1)).sqrt()

@@ -1,0 +1,162 @@
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+
+from mdc.eval.knn import knn_predict
+from mdc.eval.measures import UNKNOWN, accuracy, balanced_accuracy, recall_by_class, summarise
+from mdc.eval.probe import Grid, Scale, held_out, linear_probe, train_heads
+
+GRID = Grid(learning_rates=(0.01, 0.03, 0.1), weight_decays=(1e-4, 1e-2, 1e-1, 1.0), epochs=30, holdout=0.2)
+
+
+def blobs(rows: int, seed: int, classes: int = 4, width: int = 12) -> tuple[np.ndarray, np.ndarray]:
+    """Overlapping clouds, one per class, whose centres do not depend on the seed."""
+    centres = np.random.default_rng(0).normal(size=(classes, width)) * 0.9
+    random = np.random.default_rng(seed)
+    labels = random.integers(classes, size=rows)
+    return (centres[labels] + random.normal(size=(rows, width))).astype(np.float32), labels
+
+
+def probe(train, labels, test, classes=4, groups=None, grid=GRID, seed=0):
+    groups = groups if groups is not None else [str(i) for i in range(len(labels))]
+    return linear_probe(torch.from_numpy(train), labels, groups, torch.from_numpy(test), classes, grid, seed)
+
+
+def test_a_converged_head_is_logistic_regression() -> None:
+    train, labels = blobs(800, 1)
+    test, _ = blobs(400, 2)
+    scale = Scale.of(torch.from_numpy(train))
+    x, penalty = scale(torch.from_numpy(train)), 1e-2
+    heads = train_heads(x, torch.from_numpy(labels), 4, [(0.03, penalty)], epochs=100, seed=0)
+    exact = LogisticRegression(C=1 / (penalty * len(x)), max_iter=1000, tol=1e-8).fit(x.numpy(), labels)
+    centred = heads.weight_DHC[:, 0] - heads.weight_DHC[:, 0].mean(1, keepdim=True)
+    np.testing.assert_allclose(centred.T, exact.coef_ - exact.coef_.mean(0), atol=0.03)
+    found = heads.predict(scale(torch.from_numpy(test)))[:, 0].numpy()
+    assert (found == exact.predict(scale(torch.from_numpy(test)).numpy())).mean() > 0.99
+    assert heads.gradient_H[0] < 0.02
+
+
+def test_agrees_with_logistic_regression_at_its_best_penalty() -> None:
+    train, labels = blobs(1000, 1)
+    test, truth = blobs(4000, 2)
+    result = probe(train, labels, test)
+    scale = Scale.of(torch.from_numpy(train))
+    scaled, scaled_test = (scale(torch.from_numpy(x)).numpy() for x in (train, test))
+    best = max(
+        (LogisticRegression(C=c, max_iter=1000).fit(scaled, labels).predict(scaled_test) == truth).mean()
+        for c in (1e-3, 1e-2, 1e-1, 1, 10)
+    )
+    assert abs(accuracy(result.predicted, truth) - best) < 0.005
+    assert result.converged
+    assert not result.grid_edge
+
+
+def test_scale_and_offset_of_the_features_change_nothing() -> None:
+    train, labels = blobs(400, 1)
+    test, _ = blobs(200, 2)
+    plain, scaled = probe(train, labels, test), probe(train * 1000 + 5, labels, test * 1000 + 5)
+    assert (plain.lr, plain.weight_decay) == (scaled.lr, scaled.weight_decay)
+    assert (plain.predicted == scaled.predicted).mean() > 0.99
+
+
+def test_a_constant_feature_does_no_harm() -> None:
+    train, labels = blobs(400, 1)
+    test, truth = blobs(400, 2)
+    train, test = (np.hstack([x, np.full((len(x), 1), 0.1, np.float32)]) for x in (train, test))
+    test[:, -1] = 1e4
+    assert accuracy(probe(train, labels, test).predicted, truth) > 0.8
+
+
+def test_random_labels_are_near_chance() -> None:
+    random = np.random.default_rng(3)
+    train, test = random.normal(size=(600, 8)).astype(np.float32), random.normal(size=(2000, 8)).astype(np.float32)
+    result = probe(train, random.integers(4, size=600), test)
+    assert abs(accuracy(result.predicted, random.integers(4, size=2000)) - 0.25) < 0.05
+
+
+def test_same_seed_same_result_and_other_seed_other_holdout() -> None:
+    train, labels = blobs(300, 1)
+    test, _ = blobs(200, 2)
+    first, again = probe(train, labels, test), probe(train, labels, test)
+    np.testing.assert_array_equal(first.predicted, again.predicted)
+    names = [str(i) for i in range(300)]
+    assert (held_out(names, 0.2, 1) != held_out(names, 0.2, 2)).any()
+
+
+def test_a_head_that_cannot_learn_enough_is_reported() -> None:
+    train, labels = blobs(400, 1)
+    slow = Grid(learning_rates=(1e-5, 2e-5), weight_decays=(1e-4, 1e-3, 1e-2), epochs=2, holdout=0.2)
+    result = probe(train, labels, train, grid=slow)
+    assert not result.converged
+    assert result.grid_edge
+
+
+@pytest.mark.parametrize(
+    ("lr", "decay", "converged", "edge"),
+    [
+        (0.03, 1e-2, True, False),
+        (0.03, 1.0, True, True),
+        (0.03, 1e-4, True, True),
+        (0.1, 1e-2, False, True),
+        (0.1, 1e-2, True, False),
+    ],
+)
+def test_edges_of_the_grid(lr: float, decay: float, converged: bool, edge: bool) -> None:
+    assert GRID.at_edge(lr, decay, converged) == edge
+
+
+def test_nothing_lies_below_no_penalty() -> None:
+    assert not Grid((0.1,), (0.0, 1e-3), 1, 0.2).at_edge(0.1, 0.0, converged=True)
+
+
+def test_groups_are_held_out_whole() -> None:
+    groups = [f"g{i // 7}" for i in range(140)]
+    held = held_out(groups, 0.2, 5)
+    assert 0 < held.sum() <= 28
+    by_group = held.reshape(20, 7)
+    assert (by_group.all(1) == by_group.any(1)).all()
+
+
+def test_one_group_is_held_out_row_by_row() -> None:
+    assert held_out(["same"] * 50, 0.2, 0).sum() == 10
+
+
+def test_measures_by_hand() -> None:
+    truth = np.array([0, 0, 0, 0, 1, 1, UNKNOWN])
+    predicted = np.array([0, 0, 0, 1, 1, 0, 0])
+    assert accuracy(predicted, truth) == pytest.approx(4 / 7)
+    assert recall_by_class(predicted, truth) == {UNKNOWN: 0.0, 0: 0.75, 1: 0.5}
+    assert balanced_accuracy(predicted, truth) == pytest.approx((0.75 + 0.5 + 0) / 3)
+
+
+def test_interval_over_seeds_by_hand() -> None:
+    mean, low, high = summarise([0.70, 0.72, 0.74])
+    assert mean == pytest.approx(0.72)
+    assert high - mean == pytest.approx(4.30265 * 0.02 / 3**0.5, rel=1e-4)
+    assert mean - low == pytest.approx(high - mean)
+    assert summarise([0.5]) == (0.5, 0.5, 0.5)
+
+
+def test_neighbours_vote_by_direction() -> None:
+    angles = np.array([0.0, 0.1, 0.2, 1.5, 1.6])
+    train = np.stack([np.cos(angles), np.sin(angles)], 1) * np.array([[1], [50], [0.1], [9], [1]])
+    labels = np.array([0, 0, 0, 1, 1])
+    test = np.array([[1.0, 0.05], [0.0, 300.0]])
+    found = knn_predict(train, labels, test, 2, [1, 3, 50], "cpu")
+    for k in (1, 3, 50):
+        np.testing.assert_array_equal(found[k], [0, 1])
+
+
+def test_neighbours_agree_with_a_plain_loop() -> None:
+    train, labels = blobs(200, 1)
+    test, _ = blobs(50, 2)
+    found = knn_predict(train.astype(np.float16), labels, test.astype(np.float16), 4, [10], "cpu")[10]
+    unit, query = (
+        x / np.linalg.norm(x, axis=1, keepdims=True)
+        for x in (train.astype(np.float16).astype(float), test.astype(np.float16).astype(float))
+    )
+    for row, cosines in enumerate(query @ unit.T):
+        near = np.argsort(-cosines)[:10]
+        votes = np.bincount(labels[near], np.exp(cosines[near] / 0.07), minlength=4)
+        assert found[row] == votes.argmax()
