@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedSeq
 from ruamel.yaml.error import YAMLError
 
 from mdc.errors import UserError
@@ -398,6 +399,15 @@ def _leaves(changes: Mapping[str, Any], at: tuple[str, ...] = ()) -> Iterator[tu
             yield (*at, key), value
 
 
+def _in_one_line(value: Any) -> Any:
+    """A list as YAML's `[1, 2]` rather than one line per item; anything else as it is."""
+    if not isinstance(value, list):
+        return value
+    sequence = CommentedSeq(value)
+    sequence.fa.set_flow_style()
+    return sequence
+
+
 def change_params(path: str | Path, changes: Mapping[str, Any]) -> list[str]:
     """Write values into the parameter file, whose comments and order stay. Nothing is written if a rule is broken.
 
@@ -408,7 +418,8 @@ def change_params(path: str | Path, changes: Mapping[str, Any]) -> list[str]:
     load_params(path, changes)
     yaml = YAML()
     yaml.preserve_quotes = True
-    yaml.width = 1000  # columns: no line is broken
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    yaml.width = 120  # columns
     tree = yaml.load(path.read_text(encoding="utf-8")) or {}
     lines = []
     for keys, value in _leaves(changes):
@@ -419,7 +430,7 @@ def change_params(path: str | Path, changes: Mapping[str, Any]) -> list[str]:
             section = section[key]
         if keys[-1] not in section or section[keys[-1]] != value:
             lines.append(f"{'.'.join(keys)}: {section.get(keys[-1])} -> {value}")
-            section[keys[-1]] = value
+            section[keys[-1]] = _in_one_line(value)
     if lines:
         with whole_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
             yaml.dump(tree, file)
