@@ -23,6 +23,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from mdc import dist, files
 from mdc.config import ModelConfig, Params, choose
 from mdc.data.loader import Batch, ShardDataset, TrainLoader
+from mdc.data.shards import read_index, verify_shards
 from mdc.data.tokenizer import CaptionTokenizer
 from mdc.data.transforms import eval_images, train_images
 from mdc.draws import Draws, derive_seed
@@ -36,6 +37,7 @@ from mdc.train.work import BOOKKEEPING, FAILURE, RUN, work_folder
 log = logging.getLogger(__name__)
 
 VALIDATION_BATCH = 256  # images; a constant, since masks are drawn per batch
+CHECKSUM_BYTES = 10 * 2**30  # of shards that are read in full before the first step
 STOP_PATIENCE_S = 10.0  # for tracking when a training does not end well: its launcher waits
 COLUMNS = ("step", "images", "train_loss", "validation_loss", "lr")
 
@@ -225,12 +227,13 @@ class Trainer:
         """
         model = self.model if self.averaged is None else self.averaged
         dataset, size = self.validation_set, VALIDATION_BATCH
-        starts = range(0, min(len(dataset), self.hyper.validation_images), size)
+        end = min(len(dataset), self.hyper.validation_images)
+        starts = range(0, end, size)
         sums_N2 = torch.zeros(len(starts), 2, dtype=torch.float64, device=self.device)
         model.eval()
         with dist.alone(), self._autocast():
             for number in range(self.rank, len(starts), self.world):
-                rows = range(starts[number], min(starts[number] + size, len(dataset)))
+                rows = range(starts[number], min(starts[number] + size, end))
                 batch = dataset.batch(list(rows), self.config.vocabulary.pad_id, 0, len(rows), number)
                 images_BCHW = eval_images(batch.images_BCHW.to(self.device), self.hyper.image_size)
                 draws = Draws.at(self.hyper.seed, "validation", number, width=self.config.max_tokens)
@@ -366,6 +369,12 @@ def _prepare(work: Path, failure: Path) -> None:
         )
 
 
+def _check(shards: Path) -> None:
+    """Compare the shards with their index; their contents too, where that takes no longer than seconds."""
+    records = [record for split in read_index(shards)["splits"].values() for record in split]
+    verify_shards(shards, contents=sum(record["bytes"] for record in records) <= CHECKSUM_BYTES)
+
+
 def train(params: Params, shards: Path, output: Path, runs: Path, launched: bool = False) -> None:
     """Train as one rank of the group that torchrun describes, and write the checkpoint folder `output`.
 
@@ -374,15 +383,17 @@ def train(params: Params, shards: Path, output: Path, runs: Path, launched: bool
     Raises UserError for bad input, FloatingPointError where the loss is not finite, SystemExit(128 + signal) after
     SIGTERM or SIGINT, with a checkpoint saved.
     """
-    stop = Stop()
     device = dist.pick_device(params.compute.device)
     work = work_folder(params, shards, runs)
     failure = work / FAILURE
-    with dist.process_group(device, params.compute.rank_timeout):
+    with Stop() as stop, dist.process_group(device, params.compute.rank_timeout):
         if dist.is_main():
             _prepare(work, failure)
         dist.barrier()
         with failures_recorded(failure, launched):
+            if dist.is_main():
+                _check(shards)
+            dist.barrier()
             trainer = Trainer(params, shards, work, device, stop)
             if dist.is_main():
                 log.info(trainer.summary())

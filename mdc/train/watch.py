@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,12 +21,19 @@ SHOWN_UIDS = 8  # in messages
 
 
 class Stop:
-    """SIGTERM and SIGINT, held back until all ranks have finished the same step."""
+    """SIGTERM and SIGINT, held back within a `with` block until all ranks have finished the same step."""
 
     def __init__(self) -> None:
         self.number = 0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self.before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.number = self.number or number  # Ctrl-C reaches every process of a terminal, and torchrun repeats it
