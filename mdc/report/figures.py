@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
+from numpy.typing import NDArray
 
 from mdc.report.tables import Interval
 
@@ -56,6 +57,7 @@ STYLE: Any = {
 }
 
 WIDTH = 460  # of every figure, in the page's pixels: readable on a phone, two side by side on a desk
+BARS = 60  # at most, of a histogram
 POINTS = 72  # matplotlib's units per inch; its SVG counts in the same
 
 
@@ -195,7 +197,7 @@ def loss_figure(losses: pd.DataFrame, description: str) -> Markup:
         return _svg(figure, "loss", description)
 
 
-def length_figure(kept: np.ndarray, dropped: np.ndarray, description: str) -> Markup:
+def length_figure(kept: NDArray[np.int64], dropped: NDArray[np.int64], description: str) -> Markup:
     """Captions per length.
 
     kept, dropped: the lengths in tokens of the captions that passed the filter and of those that did not.
@@ -203,11 +205,7 @@ def length_figure(kept: np.ndarray, dropped: np.ndarray, description: str) -> Ma
     with rc_context(STYLE):
         figure = _figure(300)
         axes = figure.subplots()
-        longest = int(max(kept.max(initial=1), dropped.max(initial=1)))
-        step = max(1, -(-longest // 60))  # so many tokens to a bar that there are at most sixty bars
-        edges = np.arange(0, longest + step + 1, step)
-        centres = edges[:-1] + (step - 1) / 2
-        kept_counts, dropped_counts = (np.histogram(lengths, bins=edges - 0.5)[0] for lengths in (kept, dropped))
+        centres, step, (kept_counts, dropped_counts) = binned(kept, dropped)
         axes.bar(centres, kept_counts, width=0.8 * step, color=ACCENT, label="kept")
         if len(dropped):
             filled = dropped_counts > 0
@@ -225,10 +223,22 @@ def length_figure(kept: np.ndarray, dropped: np.ndarray, description: str) -> Ma
             figure.legend(loc="outside upper right", ncols=2)
         axes.set_xlabel("tokens in a caption, its end token included")
         axes.set_ylabel("captions")
-        axes.set_xlim(-0.5, longest + step)
+        axes.set_xlim(-0.5, centres[-1] + step)
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.grid(axis="y", color=LINE, linewidth=0.8)
         axes.set_axisbelow(True)
         return _svg(figure, "lengths", description)
+
+
+def binned(*samples: NDArray[np.int64]) -> tuple[NDArray[Any], int, list[NDArray[Any]]]:
+    """Counts per length of several samples in common bins.
+
+    Returns the bins' centres, how many lengths share a bin (so many that there are at most sixty bins), and the counts.
+    """
+    longest = int(max(lengths.max(initial=1) for lengths in samples))
+    step = -(-longest // BARS)
+    edges = np.arange(0, longest + step + 1, step) - 0.5
+    centres = edges[:-1] + step / 2
+    return centres, step, [np.histogram(lengths, bins=edges)[0] for lengths in samples]

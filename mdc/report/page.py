@@ -505,4 +505,4 @@ def _setting_rows(section: Section) -> list[dict[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table as TerminalTable
+from rich.text import Text
 
 from mdc.files import read_json, read_manifest
 
@@ -67,7 +68,7 @@ def probe_interval(row: Mapping[str, Any], metric: str) -> Interval:
 def _with_interval(value: Interval) -> Cell:
     if value.low == value.high:
         return Cell(percent(value.mean))
-    return Cell(percent(value.mean), f"{percent(value.low)} to {percent(value.high)}")
+    return Cell(percent(value.mean), f"{percent(value.low)}–{percent(value.high)}")
 
 
 def probe_table(probe: Mapping[str, Any], metrics: Mapping[str, Any]) -> Table:
@@ -150,10 +151,14 @@ def terminal_tables(evaluation: Path) -> list[TerminalTable]:
 
 
 def _terminal(table: Table) -> TerminalTable:
-    shown = TerminalTable(title=table.caption, title_justify="left", title_style="", box=box.SIMPLE_HEAD)
+    shown = TerminalTable(title=Text(table.caption), title_justify="left", title_style="", box=box.SIMPLE_HEAD)
     for number, column in enumerate(table.columns):
-        shown.add_column(column, justify="right" if number else "left", no_wrap=number > 0)
+        shown.add_column(Text(column), justify="right" if number else "left", no_wrap=number > 0)
+    room = [max((len(row[number].detail) for row in table.rows), default=0) for number in range(len(table.columns))]
     for number, row in enumerate(table.rows):
-        cells = [f"{cell.text} [dim]{cell.detail}[/dim]" if cell.detail else cell.text for cell in row]
+        name, *values = row
+        cells = [Text.assemble(name.text, (f" ({name.detail})" if name.detail else "", "dim"))]
+        for cell, width in zip(values, room[1:], strict=True):
+            cells.append(Text.assemble(cell.text, (f"  {cell.detail:\u00a0<{width}}" if width else "", "dim")))
         shown.add_row(*cells, style="bold" if number in table.strong else "")
     return shown

@@ -1,0 +1,68 @@
+"""The terminal's tables, and the intervals in them."""
+
+from pathlib import Path
+
+import pytest
+from finished_run import World
+from rich.console import Console
+from scipy import stats
+
+from mdc.errors import UserError
+from mdc.files import write_json
+from mdc.report.tables import class_table, terminal_tables, wilson
+
+
+def shown(evaluation: Path, width: int = 120) -> str:
+    console = Console(width=width, file=None, record=True, quiet=False, force_terminal=False)
+    with console.capture() as captured:
+        for table in terminal_tables(evaluation):
+            console.print(table)
+    return captured.get()
+
+
+@pytest.mark.parametrize(("wins", "pairs"), [(0, 7), (7, 7), (30, 40), (1, 1000)])
+def test_wilson_agrees_with_scipy(wins: int, pairs: int) -> None:
+    expected = stats.binomtest(wins, pairs).proportion_ci(method="wilson")
+    interval = wilson(wins / pairs, pairs)
+    assert interval.mean == wins / pairs
+    assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high), abs=1e-4)
+
+
+def test_terminal_shows_every_number_beside_its_floor(world: World) -> None:
+    lines = [line.split() for line in shown(world["evaluation"]).splitlines()]
+    assert ["MDC", "encoder", "(frozen)", "71.2", "70.2–72.2", "80.3", "79.3–81.3", "60.0", "62.0"] in lines
+    assert ["Raw", "pixels", "45.2", "44.8–45.6", "70.2", "69.8–70.6", "60.0", "62.0"] in lines
+    assert ["size", "(40", "pairs)", "75.0", "59.8–85.8", "50.0", "35.2–64.8", "80.0"] in lines
+
+
+def test_terminal_keeps_all_numbers_in_eighty_columns(world: World) -> None:
+    text = shown(world["evaluation"], width=80)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    for number in ("70.2–72.2", "62.0", "82.5", "75.9–87.6", "43.1–58.4", "85.6"):
+        assert number in text
+
+
+def test_names_are_not_read_as_markup(make_world) -> None:
+    run = make_world()
+    compositional = run.evaluation("compositional")
+    compositional["rules"][0]["rule"] = "[red]colour[/red]"
+    write_json(run["evaluation"] / "compositional.json", compositional)
+    assert "[red]colour[/red]" in shown(run["evaluation"])
+
+
+def test_a_missing_part_has_no_table(make_world) -> None:
+    run = make_world()
+    (run["evaluation"] / "probe.json").unlink()
+    (table,) = terminal_tables(run["evaluation"])
+    assert str(table.title).startswith("Captions that outscore")
+
+
+def test_results_of_an_unfinished_evaluation_name_the_stage(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="mdc stage evaluate"):
+        terminal_tables(tmp_path / "evaluation")
+
+
+def test_many_classes_are_summed_up() -> None:
+    table = class_table({"label": "kind", "class_counts": {f"class {i:02d}": 100 - i for i in range(40)}})
+    assert len(table.rows) == 16
+    assert [cell.text for cell in table.rows[-1][:2]] == ["25 others", "1,825"]  # 85 + 84 + ... + 61
