@@ -13,16 +13,23 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from mdc.draws import derive_seed
 from mdc.errors import UserError
+from mdc.objectives.scoring import score
+from mdc.train.checkpoint import LoadedModel
 
 ALL = "all"  # the name of the row over all fair pairs
 TRAINED = " (foil trained on)"  # ends the name of a row whose pairs are not fair
 
-Scorer = Callable[[Sequence[tuple[str, list[str]]]], dict[tuple[str, str], tuple[float, float]]]
+IMAGES_AT_ONCE = 64
+
+Patches = Callable[[Sequence[str]], Tensor]  # uids -> patches_MPD
 
 
 @dataclass(frozen=True)
@@ -151,3 +158,144 @@ def judge(caption_scores: np.ndarray, foil_scores: np.ndarray) -> Verdict:
     ties = int((caption_scores == foil_scores).sum())
     wins = int((caption_scores > foil_scores).sum())
     return Verdict((wins + 0.5 * ties) / len(caption_scores), ties)
+
+
+@dataclass(frozen=True)
+class PairScores:
+    """Of N pairs, `[N]` each: larger means that the caption fits better. Blind: without the picture."""
+
+    caption: np.ndarray
+    foil: np.ndarray
+    stderr: np.ndarray  # of caption minus foil, as if the two were independent; they share their draws, so it is less
+    blind_caption: np.ndarray
+    blind_foil: np.ndarray
+
+
+def score_pairs(
+    pairs: Sequence[Pair],
+    tokens: Mapping[str, Sequence[int]],
+    loaded: LoadedModel,
+    patches: Patches,
+    mean_patches_PD: Tensor,
+    scorer: str,
+    draws: int,
+    seed: int,
+    on_scored: Callable[[int], object] = lambda count: None,
+) -> PairScores:
+    """Score both captions of every pair, with the picture and with the mean patch features in its place.
+
+    tokens: ids of every caption. All captions of a picture share their random numbers, and so do all blind captions.
+    A blind score belongs to the caption alone, so a pair and its mirror image cannot both be won blind.
+    on_scored: told how many captions of pictures were scored.
+    """
+    values, errors = _by_picture(pairs, tokens, loaded, patches, scorer, draws, seed, on_scored)
+    captions = sorted({text for pair in pairs for text in (pair.caption, pair.foil)})
+    padded_1KL = _padded([[tokens[text] for text in captions]], loaded)
+    blind_K = score(
+        loaded.model, loaded.config, mean_patches_PD[None], padded_1KL, scorer, derive_seed(seed, "blind"), draws
+    ).value_MK[0]
+    blind = dict(zip(captions, blind_K.tolist(), strict=True))
+
+    def column(value: Callable[[Pair], float]) -> np.ndarray:
+        numbers = np.array([value(pair) for pair in pairs], dtype=np.float64)
+        if not np.isfinite(numbers).all():
+            pair = pairs[int((~np.isfinite(numbers)).argmax())]
+            raise UserError(f"scorer {scorer!r} gives no finite score for {pair.caption!r} or its foil at {pair.uid!r}")
+        return numbers
+
+    return PairScores(
+        caption=column(lambda pair: values[pair.uid, pair.caption]),
+        foil=column(lambda pair: values[pair.uid, pair.foil]),
+        stderr=column(lambda pair: float(np.hypot(errors[pair.uid, pair.caption], errors[pair.uid, pair.foil]))),
+        blind_caption=column(lambda pair: blind[pair.caption]),
+        blind_foil=column(lambda pair: blind[pair.foil]),
+    )
+
+
+def _by_picture(
+    pairs: Sequence[Pair],
+    tokens: Mapping[str, Sequence[int]],
+    loaded: LoadedModel,
+    patches: Patches,
+    scorer: str,
+    draws: int,
+    seed: int,
+    on_scored: Callable[[int], object],
+) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]]:
+    """Value and standard error by (uid, caption), each once; pictures with equally many captions go together."""
+    texts: dict[str, list[str]] = {}
+    for pair in pairs:
+        texts.setdefault(pair.uid, [pair.caption]).append(pair.foil)
+    uids = sorted(texts, key=lambda uid: (len(texts[uid]), uid))
+    values: dict[tuple[str, str], float] = {}
+    errors: dict[tuple[str, str], float] = {}
+    for _, alike in groupby(uids, key=lambda uid: len(texts[uid])):
+        together = list(alike)
+        for start in range(0, len(together), IMAGES_AT_ONCE):
+            chunk = together[start : start + IMAGES_AT_ONCE]
+            padded_MKL = _padded([[tokens[text] for text in texts[uid]] for uid in chunk], loaded)
+            seeds = [derive_seed(seed, "pairs", uid) for uid in chunk]
+            scores = score(loaded.model, loaded.config, patches(chunk), padded_MKL, scorer, seeds, draws)
+            keys = [(uid, text) for uid in chunk for text in texts[uid]]
+            values |= zip(keys, scores.value_MK.flatten().tolist(), strict=True)
+            errors |= zip(keys, scores.stderr_MK.flatten().tolist(), strict=True)
+            on_scored(len(keys))
+    return values, errors
+
+
+def _padded(tokens: Sequence[Sequence[Sequence[int]]], loaded: LoadedModel) -> Tensor:
+    """`[M, K, L]` from M rows of K captions."""
+    longest = max(len(ids) for row in tokens for ids in row)
+    pad_id = loaded.config.vocabulary.pad_id
+    return torch.tensor([[[*ids, *[pad_id] * (longest - len(ids))] for ids in row] for row in tokens])
+
+
+def result_rows(pairs: Sequence[Pair], scores: PairScores, scorer: str) -> list[dict[str, Any]]:
+    """Accuracies by row, that of all fair pairs first; a tie counts half."""
+    names = list(dict.fromkeys(pair.row for pair in pairs))
+    fair = np.array([pair.fair for pair in pairs])
+    members = {ALL: fair} | {name: np.array([pair.row == name for pair in pairs]) for name in names}
+    return [_row(name, scores, chosen, scorer) for name, chosen in members.items() if chosen.any()]
+
+
+def _row(name: str, scores: PairScores, chosen: np.ndarray, scorer: str) -> dict[str, Any]:
+    caption, foil = scores.caption[chosen], scores.foil[chosen]
+    blind_caption, blind_foil = scores.blind_caption[chosen], scores.blind_foil[chosen]
+    seen = judge(caption, foil)
+    blind = judge(blind_caption, blind_foil)
+    pmi = judge(caption - blind_caption, foil - blind_foil)
+    return {
+        "rule": name,
+        "pairs": int(chosen.sum()),
+        scorer: seen.accuracy,
+        "blind": blind.accuracy,
+        "pmi": pmi.accuracy,
+        "ties": seen.ties,
+        "blind_ties": blind.ties,
+        "pmi_ties": pmi.ties,
+        "mean_stderr": float(scores.stderr[chosen].mean()),
+    }
+
+
+def examples(pairs: Sequence[Pair], scores: PairScores, per_row: int, seed: int) -> list[dict[str, Any]]:
+    """Some pairs of every row, drawn by seed whatever their scores, each of another picture and caption."""
+    shown: list[int] = []
+    for name in dict.fromkeys(pair.row for pair in pairs):
+        rows = [i for i, pair in enumerate(pairs) if pair.row == name]
+        rows.sort(key=lambda i: derive_seed(seed, "examples", pairs[i].uid, pairs[i].foil))
+        first = {pairs[i].uid: i for i in reversed(rows)}
+        shown += [i for i in rows if first[pairs[i].uid] == i][:per_row]
+    return [
+        {
+            "uid": pairs[i].uid,
+            "caption": pairs[i].caption,
+            "foil": pairs[i].foil,
+            "rule": pairs[i].row,
+            "score_caption": float(scores.caption[i]),
+            "score_foil": float(scores.foil[i]),
+            "stderr": float(scores.stderr[i]),
+            "blind_caption": float(scores.blind_caption[i]),
+            "blind_foil": float(scores.blind_foil[i]),
+        }
+        for i in shown
+    ]

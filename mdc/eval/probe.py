@@ -58,7 +58,8 @@ class ProbeResult:
     predicted: Labels  # of the test rows
     lr: float
     weight_decay: float
-    holdout_accuracy: float  # of the chosen head
+    holdout: int  # rows on which it was chosen
+    holdout_accuracy: float
     grid_edge: bool
     converged: bool
 
@@ -110,6 +111,7 @@ def linear_probe(
         predicted=final.predict(scale(test))[:, 0].cpu().numpy(),
         lr=lr,
         weight_decay=decay,
+        holdout=int(held.sum()),
         holdout_accuracy=float(correct_H[best]),
         grid_edge=grid.at_edge(lr, decay, converged),
         converged=converged,
