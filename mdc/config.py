@@ -419,7 +419,7 @@ def change_params(path: str | Path, changes: Mapping[str, Any]) -> list[str]:
     yaml = YAML()
     yaml.preserve_quotes = True
     yaml.indent(mapping=2, sequence=4, offset=2)
-    yaml.width = 120  # columns
+    yaml.width = 1000  # columns: no line is broken
     tree = yaml.load(path.read_text(encoding="utf-8")) or {}
     lines = []
     for keys, value in _leaves(changes):
