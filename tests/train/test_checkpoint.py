@@ -4,6 +4,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,18 +140,21 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def test_a_kill_at_any_moment_leaves_a_good_checkpoint(tmp_path: Path, parts: dict[str, Any]) -> None:
-    def save_for_ever() -> None:
-        for step in range(1, 10_000):
+    def save_for_ever(step: int) -> None:
+        while True:
+            step += 1
             checkpoint.save_checkpoint(tmp_path, step, **parts, keep=1)
 
-    checkpoint.save_checkpoint(tmp_path, 0, **parts, keep=1)
+    folder = checkpoint.save_checkpoint(tmp_path, 1, **parts, keep=1)
     for attempt in range(20):
-        pid = in_child(save_for_ever)
+        pid = in_child(partial(save_for_ever, int(folder.name.removeprefix("step-"))))
         time.sleep(0.03 + 0.007 * attempt)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        folder = checkpoint.newest_checkpoint(tmp_path)
-        assert folder is not None
+        newest = checkpoint.newest_checkpoint(tmp_path)
+        assert newest is not None
+        assert newest >= folder
+        folder = newest
         assert checkpoint.load_checkpoint(folder, parts["model"])[1] == parts["progress"]
 
 
