@@ -12,7 +12,7 @@ from typing import Any
 
 from mdc.config import STAGES as NAMES
 from mdc.config import Params, PathParams, choose
-from mdc.files import MANIFEST, fingerprint, sha256
+from mdc.files import MANIFEST, fingerprint, read_json, read_manifest, sha256
 from mdc.processes import end_children, only_writer, raise_on_sigterm
 
 LOCK_PATIENCE_S = 5.0
@@ -90,14 +90,19 @@ def _extract(params: Params, at: Folders) -> None:
 
 def _evaluate(params: Params, at: Folders) -> None:
     from mdc.eval.evaluate import evaluate
+    from mdc.train.tracking import log_evaluation
 
     evaluate(params, at.shards, at.model, at.features, at.evaluation)
+    model = read_manifest(at.model, made_by="pretrain")
+    log_evaluation(params, model["fingerprint"], read_json(at.evaluation / "metrics.json"), model["counts"]["images"])
 
 
 def _report(params: Params, at: Folders) -> None:
     from mdc.report.page import write_report
+    from mdc.train.tracking import log_report
 
-    write_report(params, at.downloaded, at.captions, at.shards, at.model, at.features, at.evaluation, output=at.report)
+    write_report(params, at.downloaded, at.captions, at.shards, at.model, at.features, at.evaluation, at.report)
+    log_report(params, read_manifest(at.model, made_by="pretrain")["fingerprint"], at.report / "report.html")
 
 
 @dataclass(frozen=True)
