@@ -16,7 +16,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from mdc.config import CONTRASTIVE, Params, PretrainParams, Section
+from mdc.config import Params, PretrainParams, Section
 from mdc.data.tokenizer import MASK
 from mdc.files import MANIFEST, fingerprint, read_manifest, sha256, whole_folder, write_manifest
 from mdc.report import figures, words
@@ -39,9 +39,8 @@ from mdc.report.tables import (
 
 PAGE = "report.html"
 SETTINGS = ("download", "caption", "shard", "pretrain", "extract", "evaluate", "report")  # sections that shape results
-FLOORS = ("untrained", "pixels")
 CAPTION_STAGE = ("ok", "dropped:missing_caption")  # statuses whose rows the caption stage counts
-FOILS = 6  # pairs of caption and foil that are shown
+FOILS = 9  # pairs of caption and foil that are shown
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def render(run: Run) -> str:
         length_note=_length_note(run),
         classes=class_table(run.probe) if run.probe else None,
         written=_written(run),
-        no_captions=_no_captions(run),
+        notes={name: words.sentence(note) for name, note in run.notes.items()},
         neighbours=_neighbours(run),
         facts=_facts(run),
         settings=_settings(run),
@@ -179,28 +178,18 @@ def _images_seen(run: Run) -> int:
 
 def _probe_against_floor(probe: Mapping[str, Any]) -> tuple[Interval, Interval, str]:
     """The trained encoder's balanced accuracy, the best floor's, and that floor's name."""
-    rows = {row["features"]: row for row in probe["rows"]}
-    floors = [(probe_interval(rows[name], "balanced_accuracy"), rows[name]["name"]) for name in FLOORS if name in rows]
-    floor, name = max(floors)
-    return probe_interval(rows["model"], "balanced_accuracy"), floor, words.within(name)
+    model, *floors = sorted(probe["rows"], key=lambda row: row["features"] != "model")
+    best = max(floors, key=lambda row: row["balanced_accuracy_mean"])
+    name = words.within(best["name"])
+    return probe_interval(model, "balanced_accuracy"), probe_interval(best, "balanced_accuracy"), name
 
 
 def _all_pairs(run: Run) -> tuple[int, Interval, Interval]:
-    """The number of pairs, the share won with the picture, and the share won without it."""
+    """The number of pairs in the first row, the share won with the picture, and the share won without it."""
     assert run.compositional
     row = compositional_rows(run.compositional, run.metrics)[0]
     seen, blind = (wilson(row[key], row["pairs"]) for key in (run.compositional["scorer"], "blind"))
     return row["pairs"], seen, blind
-
-
-def _compared(value: Interval, floor: Interval) -> str:
-    """What may be said of a number beside its floor."""
-    gain = 100 * (value.mean - floor.mean)
-    if gain <= 0:
-        return f"{-gain:.1f} points less, so this run shows no gain"
-    if value.low <= floor.high:
-        return f"{gain:.1f} points more, but the 95 % intervals meet, so this run alone does not prove a gain"
-    return f"{gain:.1f} points more, and the 95 % intervals do not meet"
 
 
 def _verdicts(run: Run) -> list[str]:
@@ -209,17 +198,42 @@ def _verdicts(run: Run) -> list[str]:
         model, floor, name = _probe_against_floor(run.probe)
         verdicts.append(
             f"A linear layer on the frozen features names the {run.probe['label']} of a test picture with a balanced "
-            f"accuracy of {percent(model.mean)} %, against {percent(floor.mean)} % on {name}, the best floor: "
-            f"{_compared(model, floor)}."
+            f"accuracy of {percent(model.mean)} %, against {percent(floor.mean)} % on {name}, the best floor. "
+            f"{lead_over_floors(run.probe['margins'])}"
         )
     if run.compositional:
         pairs, seen, blind = _all_pairs(run)
         verdicts.append(
             f"Between a caption and the same with a word swapped, the model prefers the true one in "
             f"{percent(seen.mean)} % of {count(pairs)} pairs, against {percent(blind.mean)} % when it cannot see the "
-            f"picture: {_compared(seen, blind)}."
+            f"picture: {compared(seen, blind)}."
         )
     return verdicts or ["This run has neither classes to probe nor captions to compare, so there is no score yet."]
+
+
+def lead_over_floors(margins: Sequence[Mapping[str, Any]]) -> str:
+    """What may be said of the smallest lead in accuracy, given its interval over test pictures."""
+    if not margins:
+        return "Without the untrained encoder and raw pixels beside it, this does not show what training gave."
+    least = min(margins, key=lambda margin: margin["accuracy"])
+    lead = f"{_points(least['accuracy'])} points (95 % interval {_points(least['low'])} to {_points(least['high'])})"
+    if least["low"] > 0:
+        return f"In plain accuracy it leads every floor by at least {lead}: training on captions helped."
+    return f"In plain accuracy its smallest lead over a floor is {lead}: this run alone does not prove a gain."
+
+
+def _points(share: float) -> str:
+    return percent(share).replace("-", "−")
+
+
+def compared(value: Interval, control: Interval) -> str:
+    """What may be said of a number beside its control."""
+    gain = value.mean - control.mean
+    if gain <= 0:
+        return f"{percent(-gain)} points less, so this run does not show that the picture helps"
+    if value.low <= control.high:
+        return f"{percent(gain)} points more, but the 95 % intervals meet, so this run alone proves no gain"
+    return f"{percent(gain)} points more, owed to the picture, and the 95 % intervals do not meet"
 
 
 def _probe(run: Run) -> dict[str, Any] | None:
@@ -250,6 +264,12 @@ def _probe_notes(probe: Mapping[str, Any]) -> str:
         f"{count(probe['train'])} training pictures, of which {count(probe['holdout'])} were held out to choose the "
         f"learning rate and the weight decay; {count(probe['test'])} test pictures, used once."
     ]
+    leads = [
+        f"{words.floor(m['over'])} by {_points(m['accuracy'])} points ({_points(m['low'])} to {_points(m['high'])})"
+        for m in probe["margins"]
+    ]
+    if leads:
+        notes.append(f"Lead in plain accuracy, with its 95 % interval over test pictures: {'; '.join(leads)}.")
     edge = [row["name"] for row in probe["rows"] if row.get("grid_edge")]
     if edge:
         notes.append(f"The chosen values lie at the edge of the grid for: {', '.join(edge)}.")
@@ -266,7 +286,7 @@ def _compositional(run: Run) -> dict[str, Any] | None:
     rows = compositional_rows(run.compositional, run.metrics)
     dots = [
         Dots(
-            name=f"{row['rule']} ({count(row['pairs'])})",
+            name=row["rule"].replace(" (", "\n("),
             values=(wilson(row[scorer], row["pairs"]), wilson(row["blind"], row["pairs"])),
         )
         for row in rows
@@ -279,6 +299,8 @@ def _compositional(run: Run) -> dict[str, Any] | None:
         "table": compositional_table(run.compositional, run.metrics),
         "figure": figures.compositional_figure(dots, CHANCE, f"Captions that outscore their foils. {read}."),
         "scorer": f"Score: {words.score(scorer, run.compositional['draws'])}.",
+        "split": words.SPLITS[run.params.evaluate.compositional_split],
+        "unfair": any(words.FOIL_TRAINED in row["rule"] for row in rows),
         "examples": [_foil(run, example) for example in _one_of_each(run.compositional["examples"])],
     }
 
@@ -452,13 +474,6 @@ def unmasked(steps: Sequence[Sequence[str]], masks: set[str]) -> list[list[dict[
         ]
         for step, previous in zip(steps, before, strict=True)
     ]
-
-
-def _no_captions(run: Run) -> str:
-    objective = run.config.pretrain.objective
-    if objective in CONTRASTIVE:
-        return f"the objective {objective} compares captions with pictures and cannot write any."
-    return "the evaluation wrote no captions."
 
 
 def _neighbours(run: Run) -> list[dict[str, Any]]:

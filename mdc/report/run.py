@@ -21,6 +21,13 @@ from mdc.report.pictures import Pictures
 
 SPLITS = ("train", "validation", "test")
 WEIGHTS = "model.safetensors"
+# files of the evaluation: the field that they become, and the list in them that is empty where the part was not made
+PARTS = {
+    "probe": ("probe", "rows"),
+    "compositional": ("compositional", "rules"),
+    "captions": ("written", "examples"),
+    "neighbours": ("neighbours", "examples"),
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class Run:
     compositional: dict[str, Any] | None
     written: dict[str, Any] | None
     neighbours: dict[str, Any] | None
+    notes: dict[str, str]  # by part: why it is None
     pictures: Pictures
 
 
@@ -57,12 +65,8 @@ def read_run(
     train = splits.filter(pc.equal(splits["split"], "train"))
     first_pairs = train["uid"].slice(0, params.report.sample_pairs).to_pylist()
     lengths, kept, reasons = _read_captions(captions)
-    parts = {
-        "probe": _part(evaluation / "probe.json", "rows"),
-        "compositional": _part(evaluation / "compositional.json", "rules"),
-        "written": _part(evaluation / "captions.json", "examples"),
-        "neighbours": _part(evaluation / "neighbours.json", "examples"),
-    }
+    found = {name: read_json(evaluation / f"{name}.json") for name in PARTS}
+    parts = {field: found[name] if found[name][essential] else None for name, (field, essential) in PARTS.items()}
     return Run(
         params=params,
         statuses=_counts(pq.read_table(sorted(downloaded.glob("*.parquet")), columns=["status"])["status"]),
@@ -79,16 +83,9 @@ def read_run(
         features=np.load(features / "model.npy", mmap_mode="r").shape,
         metrics=read_json(evaluation / "metrics.json"),
         pictures=Pictures.read(shards, {*first_pairs, *_uids(parts)}, index["image_format"]),
+        notes={field: found[name].get("note", "") for name, (field, _) in PARTS.items()},
         **parts,
     )
-
-
-def _part(path: Path, essential: str) -> dict[str, Any] | None:
-    """A JSON file of the evaluation, or None where it was not written or holds nothing."""
-    if not path.is_file():
-        return None
-    part: dict[str, Any] = read_json(path)
-    return part if part.get(essential) else None
 
 
 def _uids(value: Any) -> Iterator[str]:

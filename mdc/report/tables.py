@@ -95,9 +95,9 @@ def probe_table(probe: Mapping[str, Any], metrics: Mapping[str, Any]) -> Table:
 
 
 def compositional_rows(compositional: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rules of compositional.json; where there are several, all their pairs together come first."""
-    rules = list(compositional["rules"])
-    return [{"rule": "all pairs", **metrics["compositional"]["all"]}, *rules] if len(rules) > 1 else rules
+    """The rules of compositional.json; all fair pairs together, if there are any, come first."""
+    together = metrics["compositional"].get("all")
+    return [*([{**together, "rule": "all pairs"}] if together else []), *compositional["rules"]]
 
 
 def compositional_table(compositional: Mapping[str, Any], metrics: Mapping[str, Any]) -> Table:
@@ -117,7 +117,7 @@ def compositional_table(compositional: Mapping[str, Any], metrics: Mapping[str, 
         caption=f"Captions that outscore their foils, in %. Chance is {percent(CHANCE)}; a tie counts half.",
         columns=("Words swapped", f"With picture ({scorer})", "Without (blind)", "Difference (pmi)"),
         rows=cells,
-        strong=frozenset({0} if len(rows) > 1 else ()),
+        strong=frozenset(i for i, row in enumerate(rows) if row["rule"] == "all pairs"),
     )
 
 
@@ -127,15 +127,35 @@ def _pairs(pairs: int, ties: int) -> str:
 
 
 def class_table(probe: Mapping[str, Any]) -> Table:
-    """Pictures per class, the largest class first."""
-    counts = sorted(probe["class_counts"].items(), key=lambda item: (-item[1], item[0]))
-    total = sum(n for _, n in counts)
-    rows = [(Cell(name), Cell(count(n)), Cell(percent(n / total))) for name, n in counts[:CLASSES_SHOWN]]
-    rest = counts[CLASSES_SHOWN:]
-    if rest:
-        n = sum(n for _, n in rest)
-        rows.append((Cell(f"{count(len(rest))} others"), Cell(count(n)), Cell(percent(n / total))))
-    return Table(caption=f"Pictures per {probe['label']}.", columns=(probe["label"], "Pictures", "%"), rows=tuple(rows))
+    """Pictures per class, and how many of the test pictures each kind of features recognises; the largest class first.
+
+    Classes beyond the first `CLASSES_SHOWN` are summed up in one row.
+    """
+    train, test = probe["class_counts"], probe["test_class_counts"]
+    sizes = {name: train.get(name, 0) for name in {**train, **test}}
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))
+    kinds = [row for row in probe["rows"] if row.get("recall_by_class")]
+    rows = [
+        (
+            Cell(name),
+            Cell(count(sizes[name])),
+            Cell(count(test.get(name, 0))),
+            *(Cell(_percent_or_dash(kind["recall_by_class"].get(name))) for kind in kinds),
+        )
+        for name in names[:CLASSES_SHOWN]
+    ]
+    if rest := names[CLASSES_SHOWN:]:
+        sums = (Cell(count(sum(counts.get(name, 0) for name in rest))) for counts in (train, test))
+        rows.append((Cell(f"{count(len(rest))} others"), *sums, *(Cell("–") for _ in kinds)))
+    return Table(
+        caption=f"Pictures per {probe['label']}, and the share of its test pictures that the probe recognises, in %.",
+        columns=(probe["label"], "Train", "Test", *(kind["name"] for kind in kinds)),
+        rows=tuple(rows),
+    )
+
+
+def _percent_or_dash(share: float | None) -> str:
+    return "–" if share is None else percent(share)
 
 
 def terminal_tables(evaluation: Path) -> list[TerminalTable]:
@@ -145,9 +165,10 @@ def terminal_tables(evaluation: Path) -> list[TerminalTable]:
     """
     read_manifest(evaluation, made_by="evaluate")
     metrics = read_json(evaluation / "metrics.json")
-    makers = {"probe.json": probe_table, "compositional.json": compositional_table}
-    parts = ((read_json(evaluation / name), make) for name, make in makers.items() if (evaluation / name).is_file())
-    return [_terminal(make(part, metrics)) for part, make in parts if part.get("rows") or part.get("rules")]
+    probe, compositional = (read_json(evaluation / f"{name}.json") for name in ("probe", "compositional"))
+    tables = [probe_table(probe, metrics)] if probe["rows"] else []
+    tables += [compositional_table(compositional, metrics)] if compositional["rules"] else []
+    return [_terminal(table) for table in tables]
 
 
 def _terminal(table: Table) -> TerminalTable:

@@ -33,12 +33,36 @@ LOSS_NOTES = {
     "never showed.",
 }
 
-_WITHIN = {"Untrained encoder": "the untrained encoder", "Raw pixels": "raw pixels"}
+FOIL_TRAINED = "(foil trained on)"  # ends the names of rules whose pairs are not fair
+
+SPLITS = {
+    "train": "training",
+    "validation": "validation",
+    "test": "test",
+    "held-out": "validation or test",
+    "all": "training, validation or test",
+}
+
+_WITHIN = {
+    "Untrained encoder": "the untrained encoder",
+    "Raw pixels": "raw pixels",
+    "Most frequent class": "always naming the most frequent class",
+}
+_FLOORS = {"untrained": "over the untrained encoder", "pixels": "over raw pixels"}
 
 
 def within(name: str) -> str:
     """A name of features as it reads inside a sentence."""
     return _WITHIN.get(name, name)
+
+
+def floor(features: str) -> str:
+    return _FLOORS.get(features, f"over {features}")
+
+
+def sentence(note: str) -> str:
+    """A note as a sentence of its own."""
+    return f"{note[:1].upper()}{note[1:]}." if note else "The evaluation made none."
 
 
 def reason(code: str) -> str:

@@ -17,7 +17,8 @@ from pages import Element, chromium, fetches, parse, squeezed, table
 
 from mdc.errors import UserError
 from mdc.files import MANIFEST, read_json, sha256, write_json
-from mdc.report.page import marked, unmasked
+from mdc.report.page import compared, lead_over_floors, marked, unmasked
+from mdc.report.tables import wilson
 
 MakeWorld = Callable[..., World]
 
@@ -59,11 +60,28 @@ def test_probe_table_shows_every_row_with_its_interval(page: Element, world: Wor
     assert rows[3][3:] == ["–", "–"]  # nothing to find neighbours with
 
 
+def test_class_table_shows_pictures_and_recalls(page: Element, world: World) -> None:
+    header, *rows = table(page, "Pictures per shape")
+    assert header == ["shape", "Train", "Test", "Trained encoder", "Untrained encoder", "Raw pixels"]
+    probe = world.evaluation("probe")
+    for name, train, test, recall, *_ in rows:
+        assert (int(train), int(test)) == (probe["class_counts"][name], probe["test_class_counts"].get(name, 0))
+        assert recall == f"{100 * probe['rows'][0]['recall_by_class'][name]:.1f}"
+    assert sorted(row[0] for row in rows) == probe["classes"]
+
+
 def test_compositional_table_shows_score_blind_control_and_their_difference(page: Element) -> None:
     _, every, colour, *_ = table(page, "Captions that outscore")
     assert every == ["all pairs 160 pairs, 1 tied", "82.5 75.9–87.6", "50.7 43.1–58.4", "85.6"]
     assert colour[0] == "colour 120 pairs, 1 tied"
     assert "50.0 by chance" in page.find("header")[0].text
+
+
+def test_the_page_opens_with_what_the_numbers_mean(page: Element) -> None:
+    probe, pairs = (squeezed(p.text) for p in section(page, "results").children[2:4])
+    assert "balanced accuracy of 71.2 %, against 48.7 % on the untrained encoder, the best floor" in probe
+    assert "at least 10.1 points (95 % interval 5.2 to 14.9): training on captions helped." in probe
+    assert "82.5 % of 160 pairs, against 50.7 % when it cannot see the picture: 31.8 points more" in pairs
 
 
 def test_numbers_at_the_head_stand_beside_their_floors(page: Element) -> None:
@@ -75,19 +93,37 @@ def test_numbers_at_the_head_stand_beside_their_floors(page: Element) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mean", "low", "says"),
+    ("margin", "says"),
     [
-        (0.712, 0.702, "22.5 points more, and the 95 % intervals do not meet"),
-        (0.50, 0.49, "1.3 points more, but the 95 % intervals meet, so this run alone does not prove a gain"),
-        (0.40, 0.39, "8.7 points less, so this run shows no gain"),
+        ((0.04, 0.012, 0.07), "leads every floor by at least 4.0 points (95 % interval 1.2 to 7.0): training"),
+        ((0.04, -0.012, 0.07), "lead over a floor is 4.0 points (95 % interval −1.2 to 7.0): this run alone does not"),
+        ((-0.02, -0.05, 0.01), "lead over a floor is −2.0 points (95 % interval −5.0 to 1.0): this run alone does not"),
     ],
 )
-def test_the_verdict_says_no_more_than_the_numbers(make_world: MakeWorld, mean: float, low: float, says: str) -> None:
+def test_the_probe_is_judged_by_its_smallest_lead(margin: tuple[float, ...], says: str) -> None:
+    least = dict(zip(("accuracy", "low", "high"), margin, strict=True))
+    assert says in lead_over_floors([{"accuracy": 0.2, "low": 0.1, "high": 0.3}, least])
+
+
+@pytest.mark.parametrize(
+    ("seen", "blind", "says"),
+    [
+        (0.80, 0.50, "30.0 points more, owed to the picture, and the 95 % intervals do not meet"),
+        (0.55, 0.50, "5.0 points more, but the 95 % intervals meet, so this run alone proves no gain"),
+        (0.50, 0.55, "5.0 points less, so this run does not show that the picture helps"),
+    ],
+)
+def test_the_verdict_on_pairs_says_no_more_than_the_numbers(seen: float, blind: float, says: str) -> None:
+    assert compared(wilson(seen, 160), wilson(blind, 160)) == says
+
+
+def test_without_floors_nothing_is_claimed(make_world: MakeWorld) -> None:
     run = make_world()
-    probe = run.evaluation("probe")
-    probe["rows"][0] |= {"balanced_accuracy_mean": mean, "balanced_accuracy_low": low}
-    write_json(run["evaluation"] / "probe.json", probe)
-    assert says in squeezed(section(parse(run.report()), "results").text)
+    rows = [row for row in run.evaluation("probe")["rows"] if row["features"] in ("model", "majority")]
+    run.change("probe", rows=rows, margins=[])
+    text = squeezed(section(parse(run.report()), "results").text)
+    assert "does not show what training gave" in text
+    assert "25.0 % on always naming the most frequent class" in text
 
 
 def test_dropped_and_kept_pairs_add_up_to_the_list(make_world: MakeWorld) -> None:
@@ -181,31 +217,48 @@ def test_settings_name_data_version_and_what_was_changed(page: Element, world: W
     assert "Shapes by the tests, CC0" in page.find("footer")[0].text
 
 
+EMPTY = {
+    "probe": {"rows": [], "margins": [], "note": "no probe: train has 0 classes"},
+    "compositional": {"rules": [], "examples": [], "note": "no pairs: no caption becomes another"},
+    "captions": {"examples": [], "note": "a model of objective clip compares captions but writes none"},
+    "neighbours": {"examples": []},
+}
+
+
 @pytest.mark.parametrize(
-    ("gone", "place", "says"),
+    ("part", "place", "says"),
     [
-        ("probe", "results", "the pairs carry no classes"),
-        ("compositional", "results", "No pairs:"),
-        ("captions", "writing", "the objective clip compares captions with pictures"),
-        ("neighbours", "neighbours", "None were looked up"),
+        ("probe", "results", "No probe: train has 0 classes."),
+        ("compositional", "results", "No pairs: no caption becomes another."),
+        ("captions", "writing", "A model of objective clip compares captions but writes none."),
+        ("neighbours", "neighbours", "The evaluation made none."),
     ],
 )
-def test_a_missing_part_is_left_out_with_its_reason(make_world: MakeWorld, gone: str, place: str, says: str) -> None:
-    run = make_world(pretrain={"objective": "clip"})
-    (run["evaluation"] / f"{gone}.json").unlink()
+def test_a_missing_part_is_left_out_with_its_reason(make_world: MakeWorld, part: str, place: str, says: str) -> None:
+    run = make_world()
+    run.change(part, **EMPTY[part])
     page = parse(run.report())
-    assert says in squeezed(section(page, place).text)
+    assert [squeezed(p.text) for p in section(page, place).find("p", class_="absent")] == [says]
     assert len(page.find("p", class_="absent")) == 1
 
 
 def test_a_run_without_any_score_still_has_a_page(make_world: MakeWorld) -> None:
     run = make_world()
-    for name in ("probe", "compositional", "captions", "neighbours"):
-        (run["evaluation"] / f"{name}.json").unlink()
-    write_json(run["evaluation"] / "metrics.json", {})
+    for part, values in EMPTY.items():
+        run.change(part, **values)
+    write_json(run["evaluation"] / "metrics.json", {"compositional": {}})
     page = parse(run.report())
     assert "there is no score yet" in page.text
     assert len(page.find("p", class_="absent")) == 4
+
+
+def test_a_causal_model_has_captions_but_no_unmasking(make_world: MakeWorld) -> None:
+    run = make_world(pretrain={"objective": "autoregressive"})
+    examples = [{**example, "sampler": "autoregressive"} for example in run.evaluation("captions")["examples"]]
+    write_json(run["evaluation"] / "captions.json", {"examples": examples})
+    writing = section(parse(run.report()), "writing")
+    assert "this model writes from left to right" in squeezed(writing.text)
+    assert len(writing.find("img")) == len(examples)
 
 
 def test_hostile_text_stays_text(make_world: MakeWorld) -> None:
@@ -221,8 +274,8 @@ def test_hostile_text_stays_text(make_world: MakeWorld) -> None:
     for example in compositional["examples"]:
         example |= {"foil": HOSTILE, "rule": "<u>$x$"}
     compositional["rules"][0]["rule"] = "<u>$x$ & \"'"
-    write_json(run["evaluation"] / "captions.json", captions)
-    write_json(run["evaluation"] / "compositional.json", compositional)
+    run.change("captions", **captions)
+    run.change("compositional", **compositional)
     page = parse(run.report())
     assert fetches(page) == []
     tags = {element.tag for element in page.everything()}
@@ -293,9 +346,8 @@ def test_bytes_depend_on_the_inputs_alone(world: World, html: str, tmp_path: Pat
 
 def test_scores_of_other_shards_are_refused(make_world: MakeWorld) -> None:
     run = make_world()
-    neighbours = run.evaluation("neighbours")
-    neighbours["examples"][0]["uid"] = "a stranger"
-    write_json(run["evaluation"] / "neighbours.json", neighbours)
+    stranger = {**run.evaluation("neighbours")["examples"][0], "uid": "a stranger"}
+    run.change("neighbours", examples=[stranger])
     with pytest.raises(UserError, match=r"no sample 'a stranger'.*run `mdc stage extract`"):
         run.report()
     assert not run["report"].exists()

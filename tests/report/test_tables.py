@@ -8,8 +8,7 @@ from rich.console import Console
 from scipy import stats
 
 from mdc.errors import UserError
-from mdc.files import write_json
-from mdc.report.tables import class_table, terminal_tables, wilson
+from mdc.report.tables import class_table, compositional_table, terminal_tables, wilson
 
 
 def shown(evaluation: Path, width: int = 120) -> str:
@@ -30,7 +29,7 @@ def test_wilson_agrees_with_scipy(wins: int, pairs: int) -> None:
 
 def test_terminal_shows_every_number_beside_its_floor(world: World) -> None:
     lines = [line.split() for line in shown(world["evaluation"]).splitlines()]
-    assert ["MDC", "encoder", "(frozen)", "71.2", "70.2–72.2", "80.3", "79.3–81.3", "60.0", "62.0"] in lines
+    assert ["Trained", "encoder", "71.2", "70.2–72.2", "80.3", "79.3–81.3", "60.0", "62.0"] in lines
     assert ["Raw", "pixels", "45.2", "44.8–45.6", "70.2", "69.8–70.6", "60.0", "62.0"] in lines
     assert ["size", "(40", "pairs)", "75.0", "59.8–85.8", "50.0", "35.2–64.8", "80.0"] in lines
 
@@ -44,15 +43,14 @@ def test_terminal_keeps_all_numbers_in_eighty_columns(world: World) -> None:
 
 def test_names_are_not_read_as_markup(make_world) -> None:
     run = make_world()
-    compositional = run.evaluation("compositional")
-    compositional["rules"][0]["rule"] = "[red]colour[/red]"
-    write_json(run["evaluation"] / "compositional.json", compositional)
+    rules = run.evaluation("compositional")["rules"]
+    run.change("compositional", rules=[{**rules[0], "rule": "[red]colour[/red]"}])
     assert "[red]colour[/red]" in shown(run["evaluation"])
 
 
 def test_a_missing_part_has_no_table(make_world) -> None:
     run = make_world()
-    (run["evaluation"] / "probe.json").unlink()
+    run.change("probe", rows=[])
     (table,) = terminal_tables(run["evaluation"])
     assert str(table.title).startswith("Captions that outscore")
 
@@ -62,7 +60,21 @@ def test_results_of_an_unfinished_evaluation_name_the_stage(tmp_path: Path) -> N
         terminal_tables(tmp_path / "evaluation")
 
 
-def test_many_classes_are_summed_up() -> None:
-    table = class_table({"label": "kind", "class_counts": {f"class {i:02d}": 100 - i for i in range(40)}})
+def test_classes_are_listed_with_their_recalls_and_many_are_summed_up() -> None:
+    train = {f"class {i:02d}": 100 - i for i in range(40)}
+    test = {"class 00": 7, "class 30": 2, "unseen": 1}
+    rows = [{"name": "Trained encoder", "recall_by_class": {"class 00": 0.25}}, {"name": "Most frequent class"}]
+    probe = {"label": "kind", "class_counts": train, "test_class_counts": test, "rows": rows}
+    table = class_table(probe)
+    assert table.columns == ("kind", "Train", "Test", "Trained encoder")
     assert len(table.rows) == 16
-    assert [cell.text for cell in table.rows[-1][:2]] == ["25 others", "1,825"]  # 85 + 84 + ... + 61
+    assert [cell.text for cell in table.rows[0]] == ["class 00", "100", "7", "25.0"]
+    assert [cell.text for cell in table.rows[1]] == ["class 01", "99", "0", "–"]
+    assert [cell.text for cell in table.rows[-1]] == ["26 others", "1,825", "3", "–"]  # 85 + 84 + ... + 61, and unseen
+
+
+def test_pairs_that_are_not_fair_stand_alone() -> None:
+    rule = {"rule": "hue (foil trained on)", "pairs": 4, "mc": 0.25, "blind": 0.0, "pmi": 0.75, "ties": 0}
+    table = compositional_table({"scorer": "mc", "rules": [rule]}, {"compositional": {rule["rule"]: rule}})
+    assert [row[0].text for row in table.rows] == ["hue (foil trained on)"]
+    assert table.strong == frozenset()
