@@ -177,10 +177,9 @@ def _read(response: Any, max_bytes: int) -> bytes:
 
 
 def _try(url: str, limits: Limits, clock: _Clock, opted_out: Callable[[Message], bool]) -> bytes:
-    address = _address(url, limits)
     opener = _opener(clock, use_proxy=not url.startswith(SAMPLE_SCHEME))
-    request = urllib.request.Request(address, headers={"User-Agent": limits.user_agent})
     try:
+        request = urllib.request.Request(_address(url, limits), headers={"User-Agent": limits.user_agent})
         with opener.open(request, timeout=clock.wait()) as response:
             if opted_out(response.headers):
                 raise FetchFailed("opted_out", "X-Robots-Tag forbids it")

@@ -29,6 +29,7 @@ from mdc.config import DownloadParams
 from mdc.data.fetch import FetchFailed, Limits, fetch
 from mdc.data.images import Rejected, StoredImage, store
 from mdc.data.tars import FixedTar
+from mdc.errors import UserError
 from mdc.files import sha256, whole_file
 from mdc.processes import end_with_parent
 
@@ -157,22 +158,26 @@ def is_done(folder: Path, part: int) -> bool:
     tar, table = stem.with_suffix(".tar"), stem.with_suffix(".parquet")
     if not (tar.is_file() and table.is_file()):
         return False
-    return (pq.read_schema(table).metadata or {}).get(TAR_SHA256, b"").decode() == sha256(tar)
+    try:
+        metadata = pq.read_schema(table).metadata or {}
+    except pa.ArrowInvalid:
+        return False
+    return metadata.get(TAR_SHA256, b"").decode() == sha256(tar)
 
 
 def _watched(results: IMapIterator) -> Iterator[Any]:
     """Pass the pool's results on. The pool itself would wait for ever for a worker that was killed."""
     workers: dict[int | None, BaseProcess] = {}
     while True:
+        workers |= {process.pid: process for process in multiprocessing.active_children()}
         try:
             yield results.next(timeout=1.0)
         except StopIteration:
             return
         except multiprocessing.TimeoutError:
-            workers |= {process.pid: process for process in multiprocessing.active_children()}
             for process in workers.values():
                 if "PoolWorker" in process.name and process.exitcode:
-                    raise RuntimeError(
+                    raise UserError(
                         f"a download process ended with exit code {process.exitcode}; -9 often means that memory ran "
                         "out. Run again to continue, with fewer compute.download_processes or download_threads"
                     ) from None

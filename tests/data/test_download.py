@@ -1,0 +1,192 @@
+"""The download stage against a server that misbehaves: every row accounted for, equal bytes, nothing lost by a kill."""
+
+import errno
+import io
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import psutil
+import pytest
+
+from mdc.config import ComputeParams, DownloadParams
+from mdc.data.download import download, read_metadata, serve
+from mdc.data.fetch import FetchFailed, Limits, fetch
+from mdc.data.parts import PartWriter, _watched
+from mdc.data.tars import members
+from mdc.errors import UserError
+from mdc.files import read_json
+
+FAST = {"timeout": 0.6, "deadline": 1.0, "retries": 0, "max_bytes": 10**6, "image_size": 8}
+COMPUTE = ComputeParams(download_threads=8)
+
+
+def write_list(path: Path, urls: list[str], **columns: list[Any]) -> Path:
+    rows = pd.DataFrame({"url": urls, "caption": [f"caption {i}" for i in range(len(urls))]}).assign(**columns)
+    rows.to_parquet(path, index=False)
+    return path
+
+
+def test_every_row_is_accounted_for(tmp_path: Path, server: Any) -> None:
+    expected = {
+        "ok/0.png": "ok",
+        "drip": "failed:timeout",
+        "endless": "failed:too_large",
+        "status/404": "failed:http_404",
+        "status/503": "failed:http_503",
+        "html": "failed:decode",
+        "empty": "failed:decode",
+        "half": "failed:truncated",
+        "cut": "failed:incomplete",
+        "bomb": "failed:too_many_pixels",
+        "wide": "failed:aspect_ratio",
+        "opted-out": "failed:opted_out",
+        "loop": "failed:redirects",
+        "ok/1.png": "ok",
+        "ok/2.png": "dropped:missing_caption",
+        "": "dropped:no_url",
+        "ok/3.png": "dropped:line_break",
+        "ok/4.png": "ok",
+    }
+    urls = [f"{server.address}/{path}" if path else "" for path in expected]
+    captions = [{"ok/2.png": " ", "ok/3.png": "a\nb"}.get(path, f"caption {path}") for path in expected]
+    place = write_list(tmp_path / "urls.parquet", urls, caption=captions, kind=[f"kind {path}" for path in expected])
+    params = DownloadParams(
+        input=str(place), label_column="kind", samples_per_shard=6, min_success_rate=0.1, image_format="png", **FAST
+    )
+    output = tmp_path / "downloaded"
+    download(params, COMPUTE, tmp_path / "work", output, progress=False)
+
+    rows = read_metadata(output).to_pandas().set_index("label")
+    assert dict(rows["status"]) == {f"kind {path}": status for path, status in expected.items()}
+    counts = read_json(output / "manifest.json")["counts"]
+    assert counts["rows"] == len(expected)
+    assert counts["ok"] == 3
+    assert counts["reasons"] == {status: list(expected.values()).count(status) for status in set(expected.values())}
+    for path in ("ok/2.png", "ok/3.png"):
+        assert f"/{path}" not in server.requests
+
+    found = {member.name for tar in output.glob("*.tar") for member in members(tar)}
+    assert found == {f"{uid}.png" for uid in rows.loc[rows["status"] == "ok", "uid"]}
+    ok = rows.loc["kind ok/0.png"]
+    assert (ok["width"], ok["height"], ok["original_width"], ok["original_height"]) == (10, 8, 24, 20)
+    assert ok["mode"] == "RGB"
+    assert len(ok["sha256"]) == 64
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.fixture
+def forty(tmp_path: Path, server: Any) -> DownloadParams:
+    place = write_list(tmp_path / "forty.parquet", [f"{server.address}/ok/{i}.png" for i in range(40)])
+    return DownloadParams(input=str(place), samples_per_shard=10, image_size=8, retries=0)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from mdc.config import ComputeParams, DownloadParams
+from mdc.data.download import download
+params = DownloadParams.model_validate_json(sys.argv[1])
+download(params, ComputeParams(download_threads=8), Path(sys.argv[2]), Path(sys.argv[3]), progress=False)
+"""
+
+
+def test_a_kill_loses_nothing_and_repeats_nothing(
+    tmp_path: Path, server: Any, forty: DownloadParams, files_of: Callable
+) -> None:
+    work, output = tmp_path / "work", tmp_path / "downloaded"
+    server.held = 12  # the second part cannot finish
+    with subprocess.Popen([sys.executable, "-c", SCRIPT, forty.model_dump_json(), str(work), str(output)]) as process:
+        while not (work / "parts" / "00000.parquet").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGKILL)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+    assert not output.exists()
+    first = {name: (work / "parts" / name).stat().st_mtime_ns for name in ("00000.tar", "00000.parquet")}
+    (work / "parts" / "00001.tar").write_bytes(b"half a part")
+    server.held = 10**9
+    server.released.set()
+    before = server.requests.copy()
+
+    with pytest.MonkeyPatch.context() as patch:  # keep the parts, to look at them
+        patch.setattr("shutil.rmtree", lambda *_, **__: None)
+        download(forty, ComputeParams(download_threads=3, download_processes=2), work, output, progress=False)
+    assert {name: (work / "parts" / name).stat().st_mtime_ns for name in first} == first
+    again = server.requests - before
+    assert not any(f"/ok/{i}.png" in again for i in range(10))
+
+    download(forty, COMPUTE, tmp_path / "other work", tmp_path / "undisturbed", progress=False)
+    assert files_of(output) == files_of(tmp_path / "undisturbed")
+    names = [member.name for member in members(output / "00000.tar")]
+    assert len(names) == 10
+    assert names == sorted(names)
+
+
+def test_too_few_successes_fail_with_reasons_and_are_asked_again(
+    tmp_path: Path, server: Any, forty: DownloadParams
+) -> None:
+    output = tmp_path / "downloaded"
+    server.failing = True
+    with pytest.raises(UserError, match=r"none of 40 images could be downloaded \(failed:http_503 40\)"):
+        download(forty, COMPUTE, tmp_path / "work", output, progress=False)
+    assert not output.exists()
+    server.failing = False
+    download(forty, COMPUTE, tmp_path / "work", output, progress=False)
+    assert read_json(output / "manifest.json")["counts"] == {"ok": 40, "reasons": {"ok": 40}, "rows": 40}
+
+
+def test_mistakes_are_found_before_any_request(tmp_path: Path, server: Any) -> None:
+    place = write_list(tmp_path / "in.parquet", [f"{server.address}/ok/0.png"] * 2, caption=["", " "])
+    for options, message in (
+        ({"input": str(place)}, "no row can be asked for"),
+        ({"input": str(place), "url_column": "URL"}, "did you mean 'url'"),
+        ({"input": str(tmp_path)}, "where the list"),
+    ):
+        with pytest.raises(UserError, match=message):
+            download(DownloadParams(**options), COMPUTE, tmp_path / "work", tmp_path / "out", progress=False)
+    assert not server.requests
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_killed_worker_ends_the_run() -> None:
+    with get_context("spawn").Pool(1) as pool, pytest.raises(UserError, match="exit code -9"):
+        list(_watched(pool.imap_unordered(signal.raise_signal, [signal.SIGKILL])))  # type: ignore[arg-type]
+
+
+class _FullDisk(io.BytesIO):
+    def write(self, _: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_part_that_could_not_be_written_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """img2dataset prints what `write` raises and goes on, so `close` must raise it again."""
+    writer = PartWriter(0, str(tmp_path), True, 5, None, "jpg")
+    monkeypatch.setattr(writer, "_progress", _FullDisk())
+    writer.write(None, "0", "a", {"uid": "a", "error_message": "timeout: no answer"})
+    with pytest.raises(OSError, match="No space left"):
+        writer.close()
+    assert not [*tmp_path.glob("*.tar"), *tmp_path.glob("*.parquet")]
+
+
+def test_the_local_server_serves_a_folder_and_ends(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(b"picture")
+    limits = Limits(timeout=2, deadline=2, retries=0, max_bytes=100, user_agent="test")
+    with serve(tmp_path) as address:
+        local = replace(limits, sample_server=address)
+        assert fetch("sample:///images/a.png", local) == b"picture"
+        with pytest.raises(FetchFailed, match="http_404"):
+            fetch("sample:///../secret", local)
+    with pytest.raises(FetchFailed, match="refused"):
+        fetch("sample:///images/a.png", local)
