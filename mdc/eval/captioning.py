@@ -1,6 +1,6 @@
 """Captions that the model writes for pictures it never trained on: whole ones, one unmasking step by step, and gaps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,14 +12,22 @@ from mdc.generate.samplers import default_sampler, fill, generate
 from mdc.objectives.scoring import MASKED
 from mdc.train.checkpoint import LoadedModel
 
+LEARNABLE = 5  # training captions that hold a word before it is asked for
+
 
 def written_captions(
-    loaded: LoadedModel, patches_MPD: Tensor, uids: Sequence[str], captions: Sequence[str], length: int, seed: int
+    loaded: LoadedModel,
+    patches_MPD: Tensor,
+    uids: Sequence[str],
+    captions: Sequence[str],
+    known: Mapping[str, int],
+    length: int,
+    seed: int,
 ) -> dict[str, Any]:
     """What `captions.json` holds, for M pictures with their uids and true captions.
 
-    length: tokens to write, the end token included. Only models that read masked captions show an unmasking and fill
-    gaps. Models that write nothing give no examples and a note.
+    known: how often each word stands in the training captions. length: tokens to write, the end token included. Only
+    models that read masked captions show an unmasking and fill gaps; those that write nothing give a note.
     """
     objective = loaded.config.pretrain.objective
     if objective in CONTRASTIVE:
@@ -37,16 +45,20 @@ def written_captions(
     if objective in MASKED:
         states = [loaded.tokenizer.tokens(state_ML[0].tolist()) for state_ML in written.trace]
         parts["unmasking"] = {"uid": uids[0], "caption": captions[0], "steps": states}
-        parts["filled"] = _filled(loaded, patches_MPD, uids, captions, seed)
+        parts["filled"] = _filled(loaded, patches_MPD, uids, captions, known)
     return parts
 
 
 def _filled(
-    loaded: LoadedModel, patches_MPD: Tensor, uids: Sequence[str], captions: Sequence[str], seed: int
+    loaded: LoadedModel,
+    patches_MPD: Tensor,
+    uids: Sequence[str],
+    captions: Sequence[str],
+    known: Mapping[str, int],
 ) -> list[dict[str, str]]:
     rows, templates, ids = [], [], []
     for row, caption in enumerate(captions):
-        template = template_of(caption, loaded.tokenizer, derive_seed(seed, "gap", caption))
+        template = template_of(caption, loaded.tokenizer, known)
         tokens = loaded.tokenizer.encode_template(template) if template else []
         if template and len(tokens) <= loaded.config.max_tokens:
             rows.append(row)
@@ -62,14 +74,16 @@ def _filled(
     ]
 
 
-def template_of(caption: str, tokenizer: CaptionTokenizer, seed: int) -> str | None:
-    """The caption with a gap for one word, drawn by seed among those of one token; None if only that word would stay.
+def template_of(caption: str, tokenizer: CaptionTokenizer, known: Mapping[str, int]) -> str | None:
+    """The caption with a gap for the word that training saw least often, though often enough to learn it.
 
-    A gap is one token, so the number of gaps must not give a longer word away.
+    A gap is one token, so that the number of gaps does not give a long word away. None if no word fits.
     """
     words = caption.split()
-    single = [i for i, ids in enumerate(tokenizer.encode(words)) if len(ids) == 2] if len(words) > 1 else []
-    if not single:
+    tokens = tokenizer.encode(words) if len(words) > 1 else []
+    whole = [len(ids) == 2 and ids[0] != tokenizer.vocabulary.unk_id for ids in tokens]
+    fitting = [i for i, is_token in enumerate(whole) if is_token and known.get(words[i], 0) >= LEARNABLE]
+    if not fitting:
         return None
-    gap = single[seed % len(single)]
+    gap = min(fitting, key=lambda i: known[words[i]])
     return " ".join([*words[:gap], MASK, *words[gap + 1 :]])

@@ -186,7 +186,7 @@ def score_pairs(
 
     tokens: ids of every caption. All captions of a picture share their random numbers, and so do all blind captions.
     A blind score belongs to the caption alone, so a pair and its mirror image cannot both be won blind.
-    on_scored: told how many captions of pictures were scored.
+    on_scored: told how many captions were scored, each once per picture and once blind.
     """
     values, errors = _by_picture(pairs, tokens, loaded, patches, scorer, draws, seed, on_scored)
     captions = sorted({text for pair in pairs for text in (pair.caption, pair.foil)})
@@ -195,6 +195,7 @@ def score_pairs(
         loaded.model, loaded.config, mean_patches_PD[None], padded_1KL, scorer, derive_seed(seed, "blind"), draws
     ).value_MK[0]
     blind = dict(zip(captions, blind_K.tolist(), strict=True))
+    on_scored(len(captions))
 
     def column(value: Callable[[Pair], float]) -> np.ndarray:
         numbers = np.array([value(pair) for pair in pairs], dtype=np.float64)

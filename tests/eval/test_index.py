@@ -123,7 +123,7 @@ def test_files_that_do_not_belong_together_are_refused(vectors: np.ndarray, tmp_
     CosineIndex.build(vectors, "m").save(path)
     CosineIndex.build(vectors[:9], "m").save(tmp_path / "other.faiss")
     (tmp_path / "other.json").replace(tmp_path / "index.json")
-    with pytest.raises(UserError, match="50 vectors of 8 dimensions, index.json says 9 of 8"):
+    with pytest.raises(UserError, match=r"50 vectors of 8 dimensions, index\.json says 9 of 8"):
         CosineIndex.load(path)
 
 
