@@ -3,15 +3,13 @@
 `pipelines -> dvc.yaml -> stages -> {data, train, generate, eval, report} -> objectives -> model`
 """
 
-import ast
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
+from source_files import ROOT, imports, sources
 
-ROOT = Path(__file__).parent.parent
 LEAVES = {"config", "dist", "doctor", "draws", "errors", "files", "presets", "processes"}
 # the part of mdc/ -> the other parts that it may import; "train.checkpoint" allows one module of a part
 ALLOWED: dict[str, set[str]] = {
@@ -52,25 +50,6 @@ HEAVY = {
     "faiss",
     "matplotlib",
 }
-
-
-def sources(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).rglob("*.py"))
-
-
-@cache
-def imports(path: Path) -> frozenset[str]:
-    """Every module that a file imports anywhere, functions included, by full name."""
-    found = set()
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = list(package[: len(package) - node.level + 1]) if node.level else []
-            base += node.module.split(".") if node.module else []
-            found |= {".".join([*base, alias.name]) for alias in node.names} | {".".join(base)}
-    return frozenset(found)
 
 
 def part_of(path: Path) -> str:
