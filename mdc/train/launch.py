@@ -39,7 +39,7 @@ def pretrain(params: Params | Path, shards: Path, output: Path, runs: Path) -> N
         _torchrun(params.compute.processes, command)
     except ChildFailedError as error:
         _close_tracking(params, work, "FAILED")
-        raise _cause(error, work / FAILURE) from None
+        raise _cause(error, work / FAILURE, params.compute.rank_timeout) from None
     except SignalException as stopped:
         _close_tracking(params, work, "KILLED")
         raise KeyboardInterrupt if stopped.sigval == signal.SIGINT else Terminated from None
@@ -61,14 +61,16 @@ def _torchrun(processes: int, command: list[str]) -> None:
         torchrun.run(torchrun.parse_args([*options, "--log-dir", logs, *command]))
 
 
-def _cause(error: ChildFailedError, failure: Path) -> Exception:
+def _cause(error: ChildFailedError, failure: Path, rank_timeout: float) -> Exception:
     """The first failure, from the file where its rank left it; a rank that was killed could leave none."""
     if failure.is_file():
         record: dict[str, Any] = files.read_json(failure)
         if record["mistake"]:
             return UserError(record["message"])
+        silent = "imed out" in record["message"]  # gloo's and NCCL's words
+        hint = f"; another rank was silent for compute.rank_timeout = {rank_timeout:g} s" if silent else ""
         return TrainingFailed(
-            f"rank {record['rank']} on {record['host']} failed: {record['message']} (traceback above)"
+            f"rank {record['rank']} on {record['host']} failed: {record['message']} (traceback above){hint}"
         )
     rank, first = error.get_first_failure()
     return TrainingFailed(f"rank {rank} (process {first.pid}) ended with exit code {first.exitcode}: {first.message}")

@@ -386,7 +386,7 @@ def train(params: Params, shards: Path, output: Path, runs: Path, launched: bool
     device = dist.pick_device(params.compute.device)
     work = work_folder(params, shards, runs)
     failure = work / FAILURE
-    with Stop() as stop, dist.process_group(device, params.compute.rank_timeout):
+    with Stop(failure) as stop, dist.process_group(device, params.compute.rank_timeout):
         if dist.is_main():
             _prepare(work, failure)
         dist.barrier()

@@ -21,9 +21,13 @@ SHOWN_UIDS = 8  # in messages
 
 
 class Stop:
-    """SIGTERM and SIGINT, held back within a `with` block until all ranks have finished the same step."""
+    """SIGTERM and SIGINT, held back within a `with` block until all ranks have finished the same step.
 
-    def __init__(self) -> None:
+    Where `failure` exists another rank has failed, no common step will follow, and this rank ends at once.
+    """
+
+    def __init__(self, failure: Path) -> None:
+        self.failure = failure
         self.number = 0
         self.before: dict[int, Any] = {}
 
@@ -36,6 +40,8 @@ class Stop:
             signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self.failure.exists():
+            raise SystemExit(1)
         self.number = self.number or number  # Ctrl-C reaches every process of a terminal, and torchrun repeats it
 
     def agreed(self) -> int:

@@ -1,0 +1,150 @@
+"""Real ranks under torchrun, on the CPU. Starting one takes seconds, so each test looks at several things."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mdc import files
+from mdc.config import Params
+from mdc.processes import Terminated
+from mdc.train import launch
+from mdc.train.trainer import train
+from mdc.train.work import RUN, work_folder
+
+MakeParams = Callable[..., Params]
+HERE = Path(__file__).parent
+
+
+def rows(model: Path) -> list[dict[str, float]]:
+    with (model / "loss.csv").open(newline="") as file:
+        return [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
+
+
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """`fault("1:2:raise")`: rank 1 raises in step 2."""
+
+    def arrange(what: str) -> None:
+        monkeypatch.setattr(launch, "TARGET", "faulty")
+        monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+        monkeypatch.setenv("FAULT", what)
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return arrange
+
+
+def status(params: Params, run_id: str) -> str:
+    from mlflow import MlflowClient
+
+    return MlflowClient(params.tracking.uri).get_run(run_id).info.status
+
+
+def test_two_ranks_stopped_and_taken_up_by_one_give_the_losses_of_one(
+    tmp_path: Path, shards: Path, small_params: MakeParams, fault: Callable[[str], None]
+) -> None:
+    options = {"steps": 6, "accumulate": 2}
+    train(small_params(**options), shards, tmp_path / "one", tmp_path / "runs")
+    fault("0:3:stop")
+    with pytest.raises(Terminated):
+        launch.pretrain(small_params(**options, compute={"processes": 2}), shards, tmp_path / "two", tmp_path / "runs")
+    work = work_folder(small_params(**options), shards, tmp_path / "runs")
+    done = [int(folder.name.removeprefix("step-")) for folder in work.glob("step-*")]
+    assert len(done) == 1
+    assert 3 <= done[0] < 6, "the ranks finish the step that they are in, or one more"
+    train(small_params(**options), shards, tmp_path / "two", tmp_path / "runs")
+    assert len(rows(tmp_path / "two")) == 6
+    for row, expected in zip(rows(tmp_path / "two"), rows(tmp_path / "one"), strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
+def test_contrastive_ranks_share_their_negatives(
+    tmp_path: Path, shards: Path, small_params: MakeParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    options = {"objective": "clip", "steps": 4}
+    train(small_params(**options), shards, tmp_path / "one", tmp_path / "runs")
+    launch.pretrain(small_params(**options, compute={"processes": 2}), shards, tmp_path / "two", tmp_path / "runs")
+    for row, expected in zip(rows(tmp_path / "two"), rows(tmp_path / "one"), strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_failing_rank_ends_all_and_is_named(
+    tmp_path: Path,
+    shards: Path,
+    small_params: MakeParams,
+    fault: Callable[[str], None],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    fault("1:2:raise")
+    params = small_params(compute={"processes": 2})
+    with pytest.raises(launch.TrainingFailed, match=r"rank 1 .*RuntimeError: the fault that was asked for"):
+        launch.pretrain(params, shards, tmp_path / "model", tmp_path / "runs")
+    output = capfd.readouterr().err
+    assert output.count("Traceback") == 1, "the first failure, without what followed from it"
+    assert "faulty.py" in output
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_a_killed_rank_ends_all_and_its_run_is_marked(
+    tmp_path: Path, shards: Path, small_params: MakeParams, database: str, fault: Callable[[str], None]
+) -> None:
+    """The rank that writes the run is killed, so that the launcher must close it."""
+    fault("0:2:kill")
+    params = small_params(compute={"processes": 2}, tracking={"uri": database, "required": True})
+    with pytest.raises(launch.TrainingFailed, match="rank"):
+        launch.pretrain(params, shards, tmp_path / "model", tmp_path / "runs")
+    run = files.read_json(work_folder(params, shards, tmp_path / "runs") / RUN)
+    assert run["status"] == status(params, run["run_id"]) == "FAILED"
+
+
+def test_a_silent_rank_is_given_up_after_the_timeout(
+    tmp_path: Path,
+    shards: Path,
+    small_params: MakeParams,
+    fault: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault("1:2:sleep")
+    monkeypatch.setattr(launch, "SHUTDOWN_S", 1)
+    params = small_params(compute={"processes": 2, "rank_timeout": 3.0})
+    with pytest.raises(launch.TrainingFailed, match=r"rank 0 .*another rank was silent for compute.rank_timeout = 3 s"):
+        launch.pretrain(params, shards, tmp_path / "model", tmp_path / "runs")
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, shards: Path, small_params: MakeParams) -> None:
+    """And with nobody to tell them, they still save a checkpoint."""
+    params = small_params(steps=100_000, checkpoint_every=100_000)
+    (tmp_path / "params.json").write_text(params.model_dump_json())
+    code = (
+        "import sys; from pathlib import Path; from mdc.train.launch import pretrain;pretrain(*map(Path, sys.argv[1:]))"
+    )
+    paths = [tmp_path / "params.json", shards, tmp_path / "model", tmp_path / "runs"]
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, paths)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+    )
+    assert launcher.stderr is not None
+    heard = b""
+    while b" 1" not in heard.partition(b"pretrain:")[2].replace(b"100000", b""):  # until the bar moves
+        heard += os.read(launcher.stderr.fileno(), 1000)
+    ranks = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    _, left = psutil.wait_procs(ranks, timeout=30)
+    assert ranks
+    assert not left
+    deadline = time.monotonic() + 5
+    work = work_folder(params, shards, tmp_path / "runs")
+    while not list(work.glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(list(work.glob("step-*"))) == 1
