@@ -84,13 +84,18 @@ def end_below(leader: subprocess.Popen[bytes], grace_s: float) -> None:
 
     One without processes is asked itself. All that is left after `grace_s` seconds is ended by force.
     """
+    deadline = time.monotonic() + grace_s
+    below: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(leader.pid)
-        tree = [process, *process.children(recursive=True)]
+        below = process.children(recursive=True)
         for asked in process.children() or [process]:
             with suppress(psutil.NoSuchProcess):
                 asked.terminate()
-        _reap(tree, grace_s)
+    with suppress(subprocess.TimeoutExpired):
+        leader.wait(grace_s)
+    _reap(below, max(0.0, deadline - time.monotonic()))
+    leader.kill()
     leader.wait()
 
 
