@@ -33,7 +33,11 @@ def stage(
 
     if "DVC_ROOT" in os.environ:  # `dvc repro` runs this: a killed one must not leave a writer behind
         end_with_parent()
-    typer.echo(f"{name}: wrote {run_stage(name, load_params(params))}")
+    try:
+        typer.echo(f"{name}: wrote {run_stage(name, load_params(params))}")
+    except (KeyboardInterrupt, Terminated) as stop:
+        typer.echo(f"error: stage {name} was told to end; run the same command to continue", err=True)
+        raise typer.Exit(130 if isinstance(stop, KeyboardInterrupt) else 143) from None
 
 
 @app.command()
@@ -111,22 +115,12 @@ def score(
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one clear message and exit code 2, never a traceback."""
+    """Entry point: a user's mistake is one clear message and exit code 2, a failed training one and 1: no traceback."""
     try:
         app()
-    except UserError as error:
-        sys.exit(_fail(str(error), 2))
-    except TrainingFailed as error:
-        sys.exit(_fail(str(error), 1))
-    except KeyboardInterrupt:
-        sys.exit(_fail("interrupted; run the same command to continue", 130))
-    except Terminated:
-        sys.exit(_fail("ended by SIGTERM; run the same command to continue", 143))
-
-
-def _fail(message: str, code: int) -> int:
-    typer.echo(f"error: {message}", err=True)
-    return code
+    except (UserError, TrainingFailed) as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2 if isinstance(error, UserError) else 1)
 
 
 if __name__ == "__main__":
