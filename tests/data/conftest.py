@@ -41,6 +41,9 @@ class Server(ThreadingHTTPServer):
     def __init__(self, bomb: bytes) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.bomb = bomb
+        self.reset()
+
+    def reset(self) -> None:
         self.requests: Counter[str] = Counter()
         self.agents: set[str] = set()
         self.failing = False  # answer 503 to everything
@@ -124,16 +127,23 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(b"", 404)
 
 
-@pytest.fixture
-def server(bomb: bytes) -> Iterator[Server]:
+@pytest.fixture(scope="session")
+def running_server(bomb: bytes) -> Iterator[Server]:
     server = Server(bomb)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     yield server
-    server.released.set()
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@pytest.fixture
+def server(running_server: Server) -> Iterator[Server]:
+    """The server as if it had just started."""
+    running_server.reset()
+    yield running_server
+    running_server.released.set()
 
 
 @pytest.fixture(scope="session")

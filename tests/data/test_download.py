@@ -82,10 +82,33 @@ def test_every_row_is_accounted_for(tmp_path: Path, server: Any) -> None:
     assert not (tmp_path / "work").exists()
 
 
-@pytest.fixture
-def forty(tmp_path: Path, server: Any) -> DownloadParams:
-    place = write_list(tmp_path / "forty.parquet", [f"{server.address}/ok/{i}.png" for i in range(40)])
+@pytest.fixture(scope="module")
+def forty(tmp_path_factory: pytest.TempPathFactory, running_server: Any) -> DownloadParams:
+    """A list of forty pictures in four parts."""
+    place = tmp_path_factory.mktemp("list") / "forty.parquet"
+    write_list(place, [f"{running_server.address}/ok/{i}.png" for i in range(40)])
     return DownloadParams(input=str(place), samples_per_shard=10, image_size=8, retries=0)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, running_server: Any, forty: DownloadParams) -> Path:
+    """What the forty become; before that, a run during which the server failed must not have left anything."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    running_server.reset()
+    running_server.failing = True
+    with pytest.raises(UserError, match=r"none of 40 images could be downloaded \(failed:http_503 40\)"):
+        download(forty, COMPUTE, folder / "work", folder / "downloaded", progress=False)
+    assert not (folder / "downloaded").exists()
+    running_server.failing = False
+    download(forty, COMPUTE, folder / "work", folder / "downloaded", progress=False)
+    return folder / "downloaded"
+
+
+def test_what_failed_for_a_passing_reason_is_asked_again(undisturbed: Path) -> None:
+    assert read_json(undisturbed / "manifest.json")["counts"] == {"ok": 40, "reasons": {"ok": 40}, "rows": 40}
+    names = [member.name for member in members(undisturbed / "00000.tar")]
+    assert len(names) == 10
+    assert names == sorted(names)
 
 
 SCRIPT = """
@@ -99,7 +122,7 @@ download(params, ComputeParams(download_threads=8), Path(sys.argv[2]), Path(sys.
 
 
 def test_a_kill_loses_nothing_and_repeats_nothing(
-    tmp_path: Path, server: Any, forty: DownloadParams, files_of: Callable
+    tmp_path: Path, undisturbed: Path, server: Any, forty: DownloadParams, files_of: Callable
 ) -> None:
     work, output = tmp_path / "work", tmp_path / "downloaded"
     server.held = 12  # the second part cannot finish
@@ -125,24 +148,7 @@ def test_a_kill_loses_nothing_and_repeats_nothing(
     again = server.requests - before
     assert not any(f"/ok/{i}.png" in again for i in range(10))
 
-    download(forty, COMPUTE, tmp_path / "other work", tmp_path / "undisturbed", progress=False)
-    assert files_of(output) == files_of(tmp_path / "undisturbed")
-    names = [member.name for member in members(output / "00000.tar")]
-    assert len(names) == 10
-    assert names == sorted(names)
-
-
-def test_too_few_successes_fail_with_reasons_and_are_asked_again(
-    tmp_path: Path, server: Any, forty: DownloadParams
-) -> None:
-    output = tmp_path / "downloaded"
-    server.failing = True
-    with pytest.raises(UserError, match=r"none of 40 images could be downloaded \(failed:http_503 40\)"):
-        download(forty, COMPUTE, tmp_path / "work", output, progress=False)
-    assert not output.exists()
-    server.failing = False
-    download(forty, COMPUTE, tmp_path / "work", output, progress=False)
-    assert read_json(output / "manifest.json")["counts"] == {"ok": 40, "reasons": {"ok": 40}, "rows": 40}
+    assert files_of(output) == files_of(undisturbed)
 
 
 def test_mistakes_are_found_before_any_request(tmp_path: Path, server: Any) -> None:

@@ -120,6 +120,7 @@ def test_round_trip_and_tokens() -> None:
         tokenizer.decode([tokenizer.vocabulary.bos_id, *ids, tokenizer.vocabulary.pad_id]) == "a big red dog on the mat"
     )
     assert tokenizer.tokens(ids) == ["a", "big", "red", "dog", "on", "the", "mat", "[EOS]"]
+    assert tokenizer.encode(["a [MASK]"]) == tokenizer.encode(["a [mask]"])  # read as text, not spelt letter by letter
     cased = CaptionTokenizer.train(["Dog", "dog"] * 9, 200, lowercase=False)
     assert cased.encode(["Dog"]) != cased.encode(["dog"])
 
