@@ -29,15 +29,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 60.0  # for everything still unsent when a run ends; a call that fails ends the wait at once
+PATIENCE_S = 300.0  # for everything still unsent when a run ends; a call that fails ends the wait at once
 START_PATIENCE_S = 30.0  # for the first answer where tracking is required
 LONGEST_PAUSE_S = 30.0  # between attempts while the server is down
 LONGEST_VALUE = 500  # characters of a parameter; MLflow itself cuts longer ones without a word
 BATCH = 100  # parameters or tags in one request, MLflow's limit
-HTTP_LIMITS = {  # MLflow's own defaults hold a call for minutes
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
-}
+HTTP_TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+HTTP_LIMITS = {HTTP_TIMEOUT: "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}  # MLflow's own hold a call for minutes
+UPLOAD_TIMEOUT_S = "120"
 
 Json = Mapping[str, Any]
 
@@ -243,6 +242,7 @@ class Tracker:
         self.run_id = run_id
         self.record, self.unsent = record, unsent
         self.sent_until = -1  # images seen at the newest metrics that the run already holds
+        self.delivered: tuple[Path, str] | None = None
         self.sender = Sender(params.tracking.uri)
         self.ready = threading.Event()
         self.sender.put(self._open, what="start")
@@ -329,28 +329,39 @@ class Tracker:
 
         self.sender.put(send, step=step, metrics=dict(metrics))
 
-    def log_model(self, folder: Path, fingerprint: str) -> None:
-        """Keep the finished checkpoint as the artifact `model`, so that `runs:/<run>/model` can be loaded."""
-
-        def send() -> None:
-            self.client.set_tag(self._id(), "mdc.fingerprint", fingerprint)
-            self.client.log_artifacts(self._id(), str(folder), "model")
-
-        self.sender.put(send, model=str(folder), fingerprint=fingerprint)
+    def deliver(self, folder: Path, fingerprint: str) -> None:
+        """Keep the finished checkpoint, as the run ends, under `model`: `runs:/<run>/model` can then be loaded."""
+        self.delivered = (folder, fingerprint)
 
     def finish(self, status: str, patience_s: float = PATIENCE_S) -> None:
-        """End the run. status: FINISHED, FAILED or KILLED. Waits `patience_s` seconds at most."""
+        """End the run. status: FINISHED, FAILED or KILLED. Waits `patience_s` seconds at most.
 
-        def send() -> None:
+        The status goes before the checkpoint: it is true already, and the upload may take long.
+        """
+
+        def end() -> None:
+            if self.delivered is not None:
+                self.client.set_tag(self._id(), "mdc.fingerprint", self.delivered[1])
             self.client.set_terminated(self._id(), status)
             files.write_json(self.record, {"run_id": self.run_id, "status": status})
 
-        self.sender.put(send, status=status)
+        self.sender.put(end, status=status)
+        if self.delivered is not None:
+            self.sender.put(self._upload, model=str(self.delivered[0]))
         left = self.sender.close(patience_s)
         if left:
             with files.whole_file(self.unsent) as temporary:
                 temporary.write_text("".join(json.dumps(record) + "\n" for record in left), encoding="utf-8")
             log.warning("%d records did not reach the tracking server; they are in %s", len(left), self.unsent)
+
+    def _upload(self) -> None:
+        assert self.delivered is not None
+        before = os.environ.get(HTTP_TIMEOUT, "")
+        os.environ[HTTP_TIMEOUT] = UPLOAD_TIMEOUT_S  # a server may take long to store a large file
+        try:
+            self.client.log_artifacts(self._id(), str(self.delivered[0]), "model")
+        finally:
+            os.environ[HTTP_TIMEOUT] = before
 
 
 # ---------------------------------------------------------------------------------------------------------------------

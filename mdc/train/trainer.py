@@ -402,6 +402,6 @@ def train(params: Params, shards: Path, output: Path, runs: Path, launched: bool
                 if dist.is_main():
                     made = trainer.write(output)
                     if tracker is not None:
-                        tracker.log_model(output, made)
+                        tracker.deliver(output, made)
             if dist.is_main():
                 shutil.rmtree(work)
