@@ -143,35 +143,35 @@ def probe_figure(rows: Sequence[Dots], metrics: Sequence[str], description: str)
 
 
 def compositional_figure(rows: Sequence[Dots], chance: float, description: str) -> Markup:
-    """Per rule: a filled dot with the picture, a hollow one without it, and a line at chance.
+    """Per rule the shares won with the picture, without it, and by the difference, with a line at chance.
 
-    rows: each with two values as shares, the score's and the blind control's.
+    rows: each with these three values as shares.
     """
+    kinds: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("with the picture", "o", {"color": ACCENT}),
+        ("without", "o", {"color": MUTED, "markerfacecolor": PAGE}),
+        ("difference", "D", {"color": ACCENT, "markerfacecolor": PAGE, "markersize": 5.5}),
+    )
     with rc_context(STYLE):
-        figure = _figure(80 + 38 * len(rows))
+        figure = _figure(84 + 44 * len(rows))
         axes = figure.subplots()
         _row_names(axes, rows)
         low = min(value.low for row in rows for value in row.values)
-        _percent_axis(axes, max(0.0, min(low, chance) - 0.05), 1.03)
+        _percent_axis(axes, min(low, chance) - 0.05, 1.04)
         axes.axvline(chance, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
-        axes.annotate(
-            "chance", (chance, 1), (4, -2), xycoords=("data", "axes fraction"), textcoords="offset points",
-            color=MUTED, fontsize=12, va="top",
-        )  # fmt: skip
-        for place, row in enumerate(rows):
-            seen, blind = row.values
-            for value, colour, offset in ((blind, MUTED, 0.13), (seen, ACCENT, -0.13)):
-                axes.plot([value.low, value.high], [place + offset] * 2, color=colour, linewidth=1.6)
+        for column, (label, marker, look) in enumerate(kinds):
+            places = np.arange(len(rows)) + 0.24 * (column - 1)
+            values = [row.values[column] for row in rows]
+            axes.hlines(places, [v.low for v in values], [v.high for v in values], color=look["color"], linewidth=1.5)
             axes.plot(
-                blind.mean, place + 0.13, "o", color=MUTED, markerfacecolor=PAGE, markeredgewidth=1.8, markersize=7,
-                label="without the picture" if place == 0 else None,
-            )  # fmt: skip
-            axes.plot(
-                seen.mean, place - 0.13, "o", color=ACCENT, markersize=8,
-                label="with the picture" if place == 0 else None,
-            )  # fmt: skip
-        handles, labels = axes.get_legend_handles_labels()
-        figure.legend(handles[::-1], labels[::-1], loc="outside upper right", ncols=2, handletextpad=0.2)
+                [v.mean for v in values],
+                places,
+                marker,
+                label=label,
+                clip_on=False,
+                **{"markersize": 7, "markeredgewidth": 1.8, **look},
+            )
+        figure.legend(loc="outside upper right", ncols=3, handletextpad=0.1, columnspacing=1.2)
         return _svg(figure, "compositional", description)
 
 

@@ -24,6 +24,7 @@ from mdc.report.figures import Dots
 from mdc.report.run import SPLITS, Run, read_run
 from mdc.report.tables import (
     CHANCE,
+    FOIL_TRAINED,
     Cell,
     Interval,
     Table,
@@ -34,6 +35,7 @@ from mdc.report.tables import (
     percent,
     probe_interval,
     probe_table,
+    rule_name,
     wilson,
 )
 
@@ -212,18 +214,22 @@ def _verdicts(run: Run) -> list[str]:
 
 
 def lead_over_floors(margins: Sequence[Mapping[str, Any]]) -> str:
-    """What may be said of the smallest lead in accuracy, given its interval over test pictures."""
+    """What may be said of the smallest lead in balanced accuracy, given its interval over test pictures."""
     if not margins:
         return "Without the untrained encoder and raw pixels beside it, this does not show what training gave."
-    least = min(margins, key=lambda margin: margin["accuracy"])
-    lead = f"{_points(least['accuracy'])} points (95 % interval {_points(least['low'])} to {_points(least['high'])})"
-    if least["low"] > 0:
-        return f"In plain accuracy it leads every floor by at least {lead}: training on captions helped."
-    return f"In plain accuracy its smallest lead over a floor is {lead}: this run alone does not prove a gain."
+    least = min(margins, key=lambda margin: margin["balanced_accuracy"])
+    over = f"{words.floor(least['over'])} by {_lead_of(least)} points"
+    interval = f"(95 % interval over test pictures {_lead_of(least, '_low')} to {_lead_of(least, '_high')})"
+    if least["balanced_accuracy_low"] > 0:
+        return f"Its smallest lead is that {over} {interval}: training on captions helped."
+    if least["balanced_accuracy_high"] < 0:
+        return f"It falls behind: its lead {over} {interval} is none. Training on captions did not help here."
+    return f"Its smallest lead is that {over} {interval}, so this run alone does not prove a gain."
 
 
-def _points(share: float) -> str:
-    return percent(share).replace("-", "−")
+def _lead_of(margin: Mapping[str, Any], end: str = "") -> str:
+    """A lead in balanced accuracy, in points, or an end of its interval."""
+    return percent(margin[f"balanced_accuracy{end}"]).replace("-", "−")
 
 
 def compared(value: Interval, control: Interval) -> str:
@@ -265,11 +271,11 @@ def _probe_notes(probe: Mapping[str, Any]) -> str:
         f"learning rate and the weight decay; {count(probe['test'])} test pictures, used once."
     ]
     leads = [
-        f"{words.floor(m['over'])} by {_points(m['accuracy'])} points ({_points(m['low'])} to {_points(m['high'])})"
+        f"{words.floor(m['over'])} by {_lead_of(m)} points ({_lead_of(m, '_low')} to {_lead_of(m, '_high')})"
         for m in probe["margins"]
     ]
     if leads:
-        notes.append(f"Lead in plain accuracy, with its 95 % interval over test pictures: {'; '.join(leads)}.")
+        notes.append(f"Lead in balanced accuracy, with its 95 % interval over test pictures: {'; '.join(leads)}.")
     edge = [row["name"] for row in probe["rows"] if row.get("grid_edge")]
     if edge:
         notes.append(f"The chosen values lie at the edge of the grid for: {', '.join(edge)}.")
@@ -286,8 +292,8 @@ def _compositional(run: Run) -> dict[str, Any] | None:
     rows = compositional_rows(run.compositional, run.metrics)
     dots = [
         Dots(
-            name=row["rule"].replace(" (", "\n("),
-            values=(wilson(row[scorer], row["pairs"]), wilson(row["blind"], row["pairs"])),
+            name=rule_name(row["rule"]),
+            values=tuple(wilson(row[kind], row["pairs"]) for kind in (scorer, "blind", "pmi")),
         )
         for row in rows
     ]
@@ -300,7 +306,7 @@ def _compositional(run: Run) -> dict[str, Any] | None:
         "figure": figures.compositional_figure(dots, CHANCE, f"Captions that outscore their foils. {read}."),
         "scorer": f"Score: {words.score(scorer, run.compositional['draws'])}.",
         "split": words.SPLITS[run.params.evaluate.compositional_split],
-        "unfair": any(words.FOIL_TRAINED in row["rule"] for row in rows),
+        "unfair": any(FOIL_TRAINED in row["rule"] for row in rows),
         "examples": [_foil(run, example) for example in _one_of_each(run.compositional["examples"])],
     }
 
@@ -318,7 +324,7 @@ def _one_of_each(examples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
 def _foil(run: Run, example: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "picture": run.pictures[example["uid"]],
-        "rule": example["rule"],
+        "rule": rule_name(example["rule"]),
         "caption": marked(example["caption"], example["foil"]),
         "foil": marked(example["foil"], example["caption"]),
         "difference": example["score_caption"] - example["score_foil"],
@@ -345,7 +351,11 @@ def _flow(run: Run) -> list[Step]:
         Step(
             "download", count(run.statuses.get("ok", 0)), f"pictures from a list of {count(sum(run.statuses.values()))}"
         ),
-        Step("caption", count(len(run.kept_lengths)), f"captions of {count(run.config.vocabulary.size)} tokens"),
+        Step(
+            "caption",
+            count(len(run.kept_lengths)),
+            f"captions kept, in a vocabulary of {count(run.config.vocabulary.size)}",
+        ),
         Step("shard", count(sum(run.splits.values())), f"pairs: {splits}"),
         Step(
             "pretrain",

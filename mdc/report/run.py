@@ -119,4 +119,4 @@ def count_parameters(weights: Path) -> dict[str, int]:
         for name in file.keys():  # noqa: SIM118 (it is no mapping)
             part = name.partition(".")[0]
             counts[part] = counts.get(part, 0) + prod(file.get_slice(name).get_shape())
-    return counts
+    return dict(sorted(counts.items(), key=lambda item: (item[0] != "encoder", item[0])))  # the encoder is the point

@@ -12,6 +12,8 @@ from rich.text import Text
 
 from mdc.files import read_json, read_manifest
 
+ALL = "all fair pairs"
+FOIL_TRAINED = "(foil trained on)"  # ends the names of rules whose pairs are not fair
 CLASSES_SHOWN = 15
 CHANCE = 0.5  # of choosing right between a caption and its foil
 
@@ -57,7 +59,7 @@ def wilson(share: float, n: int) -> Interval:
     z = 1.96
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     reach = z / (1 + z * z / n) * sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return Interval(share, min(share, centre - reach), max(share, centre + reach))
+    return Interval(share, max(0.0, min(share, centre - reach)), min(1.0, max(share, centre + reach)))
 
 
 def probe_interval(row: Mapping[str, Any], metric: str) -> Interval:
@@ -97,16 +99,23 @@ def probe_table(probe: Mapping[str, Any], metrics: Mapping[str, Any]) -> Table:
 def compositional_rows(compositional: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rules of compositional.json; all fair pairs together, if there are any, come first."""
     together = metrics["compositional"].get("all")
-    return [*([{**together, "rule": "all pairs"}] if together else []), *compositional["rules"]]
+    return [*([{**together, "rule": ALL}] if together else []), *compositional["rules"]]
+
+
+def rule_name(rule: str) -> str:
+    """A rule as tables and figures name it: a star stands for `FOIL_TRAINED`."""
+    return rule.replace(FOIL_TRAINED, "*")
 
 
 def compositional_table(compositional: Mapping[str, Any], metrics: Mapping[str, Any]) -> Table:
     """How often a caption outscores its foil: with the picture, without it, and by the difference of the two."""
     scorer = compositional["scorer"]
     rows = compositional_rows(compositional, metrics)
+    unfair = any(FOIL_TRAINED in row["rule"] for row in rows)
+    starred = " * The foil was trained on, the caption was not." if unfair else ""
     cells = tuple(
         (
-            Cell(row["rule"], _pairs(row["pairs"], row["ties"])),
+            Cell(rule_name(row["rule"]), _pairs(row["pairs"], row["ties"])),
             _with_interval(wilson(row[scorer], row["pairs"])),
             _with_interval(wilson(row["blind"], row["pairs"])),
             Cell(percent(row["pmi"])),
@@ -114,10 +123,11 @@ def compositional_table(compositional: Mapping[str, Any], metrics: Mapping[str, 
         for row in rows
     )
     return Table(
-        caption=f"Captions that outscore their foils, in %. Chance is {percent(CHANCE)}; a tie counts half.",
-        columns=("Words swapped", f"With picture ({scorer})", "Without (blind)", "Difference (pmi)"),
+        caption=f"Captions that outscore their foils, in %: by {scorer} with the picture, without it (blind), and by "
+        f"the difference of the two (pmi). Chance is {percent(CHANCE)}; a tie counts half.{starred}",
+        columns=("Words swapped", "With picture", "Without", "Difference"),
         rows=cells,
-        strong=frozenset(i for i, row in enumerate(rows) if row["rule"] == "all pairs"),
+        strong=frozenset(i for i, row in enumerate(rows) if row["rule"] == ALL),
     )
 
 
@@ -173,13 +183,14 @@ def terminal_tables(evaluation: Path) -> list[TerminalTable]:
 
 def _terminal(table: Table) -> TerminalTable:
     shown = TerminalTable(title=Text(table.caption), title_justify="left", title_style="", box=box.SIMPLE_HEAD)
-    for number, column in enumerate(table.columns):
-        shown.add_column(Text(column), justify="right" if number else "left", no_wrap=number > 0)
-    room = [max((len(row[number].detail) for row in table.rows), default=0) for number in range(len(table.columns))]
-    for number, row in enumerate(table.rows):
-        name, *values = row
-        cells = [Text.assemble(name.text, (f" ({name.detail})" if name.detail else "", "dim"))]
-        for cell, width in zip(values, room[1:], strict=True):
-            cells.append(Text.assemble(cell.text, (f"  {cell.detail:\u00a0<{width}}" if width else "", "dim")))
-        shown.add_row(*cells, style="bold" if number in table.strong else "")
+    columns = list(zip(*table.rows, strict=True))
+    for number, (name, cells) in enumerate(zip(table.columns, columns, strict=True)):
+        plain = number > 0 and not any(cell.detail for cell in cells)
+        shown.add_column(Text(name), justify="right" if plain else "left", no_wrap=number > 0)
+    widths = [max(len(cell.text) for cell in cells) for cells in columns]
+    for number, (name, *values) in enumerate(table.rows):
+        texts = [Text.assemble(name.text, (f" ({name.detail})" if name.detail else "", "dim"))]
+        for cell, width in zip(values, widths[1:], strict=True):
+            texts.append(Text.assemble(cell.text.rjust(width), (f"  {cell.detail}" if cell.detail else "", "dim")))
+        shown.add_row(*texts, style="bold" if number in table.strong else "")
     return shown

@@ -33,8 +33,6 @@ LOSS_NOTES = {
     "never showed.",
 }
 
-FOIL_TRAINED = "(foil trained on)"  # ends the names of rules whose pairs are not fair
-
 SPLITS = {
     "train": "training",
     "validation": "validation",

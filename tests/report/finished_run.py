@@ -198,8 +198,13 @@ def write_evaluation(folder: Path, samples: list[dict[str, Any]]) -> None:
         probe_row("majority", "Most frequent class", 0.25, 0.31, 0.0, classes),
     ]
     margins = [
-        {"over": "untrained", "accuracy": 0.112, "low": 0.071, "high": 0.153},
-        {"over": "pixels", "accuracy": 0.101, "low": 0.052, "high": 0.149},
+        {
+            "over": "untrained",
+            "balanced_accuracy": 0.112,
+            "balanced_accuracy_low": 0.071,
+            "balanced_accuracy_high": 0.153,
+        },
+        {"over": "pixels", "balanced_accuracy": 0.101, "balanced_accuracy_low": 0.052, "balanced_accuracy_high": 0.149},
     ]
     write_json(
         folder / "probe.json",

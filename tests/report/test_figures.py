@@ -34,7 +34,9 @@ def drawn() -> dict[str, str]:
     kept, dropped = np.array([2, 3, 3, 5]), np.array([9, 12])
     return {
         "probe": probe_figure([dots("model", 0.7, 0.8), dots("pixels", 0.4, 0.6)], ("balanced", "plain"), "Probe"),
-        "compositional": compositional_figure([dots("<$x$>", 0.8, 0.5)], 0.5, "Pairs & <foils>"),
+        "compositional": compositional_figure(
+            [dots("<$x$>", 0.8, 0.5, 0.9), dots("hue", 0.0, 0.0, 1.0)], 0.5, "Pairs & <foils>"
+        ),
         "loss": loss_figure(losses(), "Loss"),
         "lengths": length_figure(kept, dropped, "Lengths"),
     }

@@ -72,7 +72,7 @@ def test_class_table_shows_pictures_and_recalls(page: Element, world: World) -> 
 
 def test_compositional_table_shows_score_blind_control_and_their_difference(page: Element) -> None:
     _, every, colour, *_ = table(page, "Captions that outscore")
-    assert every == ["all pairs 160 pairs, 1 tied", "82.5 75.9–87.6", "50.7 43.1–58.4", "85.6"]
+    assert every == ["all fair pairs 160 pairs, 1 tied", "82.5 75.9–87.6", "50.7 43.1–58.4", "85.6"]
     assert colour[0] == "colour 120 pairs, 1 tied"
     assert "50.0 by chance" in page.find("header")[0].text
 
@@ -80,7 +80,7 @@ def test_compositional_table_shows_score_blind_control_and_their_difference(page
 def test_the_page_opens_with_what_the_numbers_mean(page: Element) -> None:
     probe, pairs = (squeezed(p.text) for p in section(page, "results").children[2:4])
     assert "balanced accuracy of 71.2 %, against 48.7 % on the untrained encoder, the best floor" in probe
-    assert "at least 10.1 points (95 % interval 5.2 to 14.9): training on captions helped." in probe
+    assert "over raw pixels by 10.1 points (95 % interval over test pictures 5.2 to 14.9): training" in probe
     assert "82.5 % of 160 pairs, against 50.7 % when it cannot see the picture: 31.8 points more" in pairs
 
 
@@ -95,14 +95,24 @@ def test_numbers_at_the_head_stand_beside_their_floors(page: Element) -> None:
 @pytest.mark.parametrize(
     ("margin", "says"),
     [
-        ((0.04, 0.012, 0.07), "leads every floor by at least 4.0 points (95 % interval 1.2 to 7.0): training"),
-        ((0.04, -0.012, 0.07), "lead over a floor is 4.0 points (95 % interval −1.2 to 7.0): this run alone does not"),
-        ((-0.02, -0.05, 0.01), "lead over a floor is −2.0 points (95 % interval −5.0 to 1.0): this run alone does not"),
+        (
+            (0.04, 0.012, 0.07),
+            "by 4.0 points (95 % interval over test pictures 1.2 to 7.0): training on captions helped.",
+        ),
+        (
+            (0.04, -0.01, 0.07),
+            "by 4.0 points (95 % interval over test pictures −1.0 to 7.0), so this run alone does not",
+        ),
+        ((-0.02, -0.05, 0.01), "by −2.0 points (95 % interval over test pictures −5.0 to 1.0), so this run alone does"),
+        ((-0.04, -0.06, -0.01), "Training on captions did not help here."),
     ],
 )
 def test_the_probe_is_judged_by_its_smallest_lead(margin: tuple[float, ...], says: str) -> None:
-    least = dict(zip(("accuracy", "low", "high"), margin, strict=True))
-    assert says in lead_over_floors([{"accuracy": 0.2, "low": 0.1, "high": 0.3}, least])
+    names = ("balanced_accuracy", "balanced_accuracy_low", "balanced_accuracy_high")
+    leads = {"untrained": (0.2, 0.1, 0.3), "pixels": margin}
+    said = lead_over_floors([{"over": over, **dict(zip(names, lead, strict=True))} for over, lead in leads.items()])
+    assert says in said
+    assert "over raw pixels" in said
 
 
 @pytest.mark.parametrize(
@@ -204,13 +214,13 @@ def test_neighbours_show_their_similarity(page: Element, world: World) -> None:
     assert len(rows) == len(examples)
     for row, example in zip(rows, examples, strict=True):
         shown = [squeezed(caption.text) for caption in row.find("ol")[0].find("figcaption")]
-        assert shown == [f"{near['similarity']:.2f}{near['caption']}" for near in example["neighbours"]]
+        assert shown == [f"{near['similarity']:.3f}{near['caption']}" for near in example["neighbours"]]
 
 
 def test_settings_name_data_version_and_what_was_changed(page: Element, world: World) -> None:
     settings = section(page, "settings")
     assert read_json(world["shards"] / "index.json")["version"] in settings.text
-    assert "1,500 (decoder 500, encoder 1,000)" in settings.text
+    assert "1,500 (encoder 1,000, decoder 500)" in settings.text
     changed = {squeezed(row.text) for row in settings.find("tr", class_="strong")}
     assert "max_tokens8" in changed
     assert not any(row.startswith(("preset", "steps")) for row in changed)

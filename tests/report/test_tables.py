@@ -76,5 +76,6 @@ def test_classes_are_listed_with_their_recalls_and_many_are_summed_up() -> None:
 def test_pairs_that_are_not_fair_stand_alone() -> None:
     rule = {"rule": "hue (foil trained on)", "pairs": 4, "mc": 0.25, "blind": 0.0, "pmi": 0.75, "ties": 0}
     table = compositional_table({"scorer": "mc", "rules": [rule]}, {"compositional": {rule["rule"]: rule}})
-    assert [row[0].text for row in table.rows] == ["hue (foil trained on)"]
+    assert [row[0].text for row in table.rows] == ["hue *"]
+    assert "* The foil was trained on" in table.caption
     assert table.strong == frozenset()
