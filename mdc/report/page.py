@@ -218,13 +218,13 @@ def lead_over_floors(margins: Sequence[Mapping[str, Any]]) -> str:
     if not margins:
         return "Without the untrained encoder and raw pixels beside it, this does not show what training gave."
     least = min(margins, key=lambda margin: margin["balanced_accuracy"])
-    over = f"{words.floor(least['over'])} by {_lead_of(least)} points"
-    interval = f"(95 % interval over test pictures {_lead_of(least, '_low')} to {_lead_of(least, '_high')})"
+    interval = f"95 % interval over test pictures {_lead_of(least, '_low')} to {_lead_of(least, '_high')}"
+    lead = f"Its smallest lead, {words.floor(least['over'])}, is {_lead_of(least)} points ({interval})"
     if least["balanced_accuracy_low"] > 0:
-        return f"Its smallest lead is that {over} {interval}: training on captions helped."
+        return f"{lead}: training on captions helped."
     if least["balanced_accuracy_high"] < 0:
-        return f"It falls behind: its lead {over} {interval} is none. Training on captions did not help here."
-    return f"Its smallest lead is that {over} {interval}, so this run alone does not prove a gain."
+        return f"{lead}: training on captions did not help here."
+    return f"{lead}, so this run alone does not prove a gain."
 
 
 def _lead_of(margin: Mapping[str, Any], end: str = "") -> str:

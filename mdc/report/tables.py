@@ -184,9 +184,9 @@ def terminal_tables(evaluation: Path) -> list[TerminalTable]:
 def _terminal(table: Table) -> TerminalTable:
     shown = TerminalTable(title=Text(table.caption), title_justify="left", title_style="", box=box.SIMPLE_HEAD)
     columns = list(zip(*table.rows, strict=True))
-    for number, (name, cells) in enumerate(zip(table.columns, columns, strict=True)):
+    for number, (title, cells) in enumerate(zip(table.columns, columns, strict=True)):
         plain = number > 0 and not any(cell.detail for cell in cells)
-        shown.add_column(Text(name), justify="right" if plain else "left", no_wrap=number > 0)
+        shown.add_column(Text(title), justify="right" if plain else "left", no_wrap=number > 0)
     widths = [max(len(cell.text) for cell in cells) for cells in columns]
     for number, (name, *values) in enumerate(table.rows):
         texts = [Text.assemble(name.text, (f" ({name.detail})" if name.detail else "", "dim"))]

@@ -80,7 +80,7 @@ def test_compositional_table_shows_score_blind_control_and_their_difference(page
 def test_the_page_opens_with_what_the_numbers_mean(page: Element) -> None:
     probe, pairs = (squeezed(p.text) for p in section(page, "results").children[2:4])
     assert "balanced accuracy of 71.2 %, against 48.7 % on the untrained encoder, the best floor" in probe
-    assert "over raw pixels by 10.1 points (95 % interval over test pictures 5.2 to 14.9): training" in probe
+    assert "over raw pixels, is 10.1 points (95 % interval over test pictures 5.2 to 14.9): training" in probe
     assert "82.5 % of 160 pairs, against 50.7 % when it cannot see the picture: 31.8 points more" in pairs
 
 
@@ -97,14 +97,14 @@ def test_numbers_at_the_head_stand_beside_their_floors(page: Element) -> None:
     [
         (
             (0.04, 0.012, 0.07),
-            "by 4.0 points (95 % interval over test pictures 1.2 to 7.0): training on captions helped.",
+            "is 4.0 points (95 % interval over test pictures 1.2 to 7.0): training on captions helped.",
         ),
         (
             (0.04, -0.01, 0.07),
-            "by 4.0 points (95 % interval over test pictures −1.0 to 7.0), so this run alone does not",
+            "is 4.0 points (95 % interval over test pictures −1.0 to 7.0), so this run alone does not",
         ),
-        ((-0.02, -0.05, 0.01), "by −2.0 points (95 % interval over test pictures −5.0 to 1.0), so this run alone does"),
-        ((-0.04, -0.06, -0.01), "Training on captions did not help here."),
+        ((-0.02, -0.05, 0.01), "is −2.0 points (95 % interval over test pictures −5.0 to 1.0), so this run alone does"),
+        ((-0.04, -0.06, -0.01), "−6.0 to −1.0): training on captions did not help here."),
     ],
 )
 def test_the_probe_is_judged_by_its_smallest_lead(margin: tuple[float, ...], says: str) -> None:
