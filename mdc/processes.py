@@ -70,9 +70,16 @@ def _reap(processes: list[psutil.Process], grace_s: float) -> None:
     psutil.wait_procs(left, timeout=5)
 
 
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    """Python's own helper, which does not listen to signals, ends with its parent, and if killed comes back noisily."""
+    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
+    return False
+
+
 def end_children(grace_s: float) -> None:
     """End every process below this one: ask, wait `grace_s` seconds, then force."""
-    children = psutil.Process().children(recursive=True)
+    children = [child for child in psutil.Process().children(recursive=True) if not _is_resource_tracker(child)]
     for child in children:
         with suppress(psutil.NoSuchProcess):
             child.terminate()
