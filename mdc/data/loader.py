@@ -5,6 +5,7 @@ B: batch, C: channels, H: height, W: width, L: longest caption of the batch.
 
 import io
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -143,6 +144,12 @@ class _Jobs(Dataset[Batch]):
         return self._loader.batch(number)
 
 
+def _leave_signals_to_the_rank(_worker: int) -> None:
+    """A signal to the whole process group must not take the data away from a rank that is about to save its state."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class TrainLoader:
     """The batches of a range of steps, as this rank sees them.
 
@@ -191,7 +198,14 @@ class TrainLoader:
     def __iter__(self) -> Iterator[Batch]:
         if not self._workers:
             return (self.batch(number) for number in range(len(self)))
-        loader = DataLoader(_Jobs(self), batch_size=None, shuffle=False, num_workers=self._workers, prefetch_factor=4)
+        loader = DataLoader(
+            _Jobs(self),
+            batch_size=None,
+            shuffle=False,
+            num_workers=self._workers,
+            prefetch_factor=4,
+            worker_init_fn=_leave_signals_to_the_rank,
+        )
         return iter(loader)
 
     def batch(self, number: int) -> Batch:

@@ -6,6 +6,7 @@
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def main() -> None:
     parser.add_argument("--launched", action="store_true", help="leave it to the launcher to tell mistakes")
     arguments = parser.parse_args()
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger("mdc").setLevel(logging.INFO)
+    main_rank = os.environ.get("RANK", "0") == "0"
+    logging.getLogger("mdc").setLevel(logging.INFO if main_rank else logging.ERROR)  # the others would repeat it
     try:
         params = load_params(arguments.params)
         train(params, arguments.shards, arguments.output, arguments.work, arguments.launched)

@@ -53,7 +53,8 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # tor
 
 def _torchrun(processes: int, command: list[str]) -> None:
     """What the command `torchrun` does, without its log and its own traceback."""
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    for name in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     with tempfile.TemporaryDirectory() as logs:

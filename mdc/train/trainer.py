@@ -27,6 +27,7 @@ from mdc.data.shards import read_index, verify_shards
 from mdc.data.tokenizer import CaptionTokenizer
 from mdc.data.transforms import eval_images, train_images
 from mdc.draws import Draws, derive_seed
+from mdc.errors import UserError
 from mdc.objectives import OBJECTIVES, TextImage
 from mdc.train import checkpoint
 from mdc.train.optim import build_optimizer, learning_rate, scale_and_clip, set_learning_rate
@@ -53,6 +54,14 @@ class Trainer:
         vocabulary = CaptionTokenizer.load(str(self.tokenizer_path)).vocabulary
         self.config = ModelConfig(pretrain=self.hyper, vocabulary=vocabulary, max_tokens=params.caption.max_tokens)
         self.train_set, self.validation_set = ShardDataset(shards, "train"), ShardDataset(shards, "validation")
+        longest = max(
+            (int(some.lengths.max()) for some in (self.train_set, self.validation_set) if len(some)), default=0
+        )
+        if longest > self.config.max_tokens:
+            raise UserError(
+                f"{shards} holds a caption of {longest} tokens but caption.max_tokens is {self.config.max_tokens}; "
+                "run `mdc stage caption` and `mdc stage shard` again"
+            )
 
         self.objective = choose("objective", self.hyper.objective, OBJECTIVES)
         self.model = checkpoint.initial_model(self.config, self.hyper.seed).to(device)
@@ -102,6 +111,9 @@ class Trainer:
                     self.save()
                 if number := self.stop.agreed():
                     self.save()
+                    log.warning(
+                        "stopped after step %d with a checkpoint; the same command goes on from there", self.done
+                    )
                     raise SystemExit(128 + number)
 
     def _gradients(self, batches: Iterator[Batch]) -> tuple[Tensor, list[tuple[list[str], Tensor]]]:

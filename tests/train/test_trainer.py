@@ -262,6 +262,13 @@ def test_missing_shards_are_named_with_the_stage_that_makes_them(tmp_path: Path,
         train(small_params(), tmp_path / "nothing", tmp_path / "model", tmp_path / "runs")
 
 
+def test_captions_longer_than_the_decoder_are_refused(tmp_path: Path, shards: Path, small_params: MakeParams) -> None:
+    params = small_params()
+    params = params.model_copy(update={"caption": params.caption.model_copy(update={"max_tokens": 3})})
+    with pytest.raises(UserError, match=r"4 tokens but caption\.max_tokens is 3"):
+        train(params, shards, tmp_path / "model", tmp_path / "runs")
+
+
 def test_damaged_shards_are_found_before_the_first_step(
     tmp_path: Path, small_params: MakeParams, make_shards: MakeShards
 ) -> None:
