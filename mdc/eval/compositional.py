@@ -90,7 +90,7 @@ def swapped(caption: str, groups: Sequence[Sequence[str]]) -> Iterator[str]:
 def make_pairs(
     samples: Iterable[Sample], rules: Mapping[str, Sequence[Sequence[str]]], limit: int, seed: int
 ) -> tuple[list[Pair], PairCounts]:
-    """The pairs of all evaluated samples, sorted by rule, uid and foil; each (picture, foil) once, by the first rule.
+    """The pairs of all evaluated samples, fair ones first; each (picture, foil) once, by the first rule that makes it.
 
     limit: pairs per row of results, drawn by seed. Two captions that are each other's foils are drawn together, so
     that a scorer that never looks at the picture is right about one and wrong about the other.
@@ -122,7 +122,8 @@ def make_pairs(
                     rows.setdefault(pair.row, []).append(pair)
     kept = [pair for row in rows.values() for pair in _draw(row, limit, seed)]
     above_limit = sum(map(len, rows.values())) - len(kept)
-    kept.sort(key=lambda pair: (list(rules).index(pair.rule), not pair.fair, pair.uid, pair.foil))
+    order = {rule: place for place, rule in enumerate(rules)}
+    kept.sort(key=lambda pair: (not pair.fair, order[pair.rule], pair.uid, pair.foil))
     return kept, PairCounts(same_picture, flattering, above_limit)
 
 
