@@ -19,9 +19,10 @@ from tqdm import tqdm
 
 from mdc.config import ComputeParams, DownloadParams
 from mdc.data.fetch import SAMPLE_SCHEME, Limits, is_retryable
-from mdc.data.source import LIST_SCHEMA, check_places, read_list
+from mdc.data.parts import PART_SCHEMA, is_done, part_path, part_rows
+from mdc.data.source import check_places, read_list
 from mdc.errors import UserError
-from mdc.files import fingerprint, sha256, whole_file, whole_folder, write_json, write_manifest
+from mdc.files import read_json, sha256, whole_file, whole_folder, write_json, write_manifest
 
 DROPPED = "dropped.parquet"  # rows of the list that were not asked for
 # parameters that decide how a picture is asked for, not what is stored
@@ -91,44 +92,89 @@ def _sample_server(params: DownloadParams, urls: pa.ChunkedArray) -> Iterator[st
         yield address
 
 
-def _part_rows(folder: Path, part: int) -> pa.Table:
-    return pq.read_table(folder / f"{part:05d}.parquet")
-
-
 def _reasons(statuses: list[str]) -> dict[str, int]:
     return dict(sorted(Counter(statuses).items()))
 
 
-def _open_work(work: Path, identity: str) -> Path:
-    """The folder of parts for this list and these parameters; parts of others are removed."""
-    folder = work / "parts"
-    record = folder / "identity.json"
-    if folder.exists() and not (record.is_file() and record.read_text(encoding="utf-8").strip() == f'"{identity}"'):
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(record, identity)
-    for left in [*folder.glob("*.progress"), *folder.glob(".*.tmp"), *folder.glob("tmp*")]:
-        left.unlink()
-    shutil.rmtree(folder / "_tmp", ignore_errors=True)
-    return folder
+class _Work:
+    """Unfinished work on one list: the plan of what to ask, and a folder of parts that survives a kill."""
+
+    def __init__(self, work: Path, asked: pa.Table, params: DownloadParams) -> None:
+        """Keeps finished parts of the same plan and parameters; those of others are removed."""
+        self._work = work
+        self.plan = work / "plan.parquet"
+        self.folder = work / "parts"
+        size = params.samples_per_shard
+        self.uids = [asked["uid"].slice(start, size).to_pylist() for start in range(0, asked.num_rows, size)]
+        with whole_file(self.plan) as path:
+            pq.write_table(asked.drop_columns(["status", "detail"]), path)
+        settings = params.model_dump(mode="json", exclude=REQUEST_ONLY)
+        self._claim({"plan": sha256(self.plan), "params": settings})
+
+    def _claim(self, identity: dict[str, Any]) -> None:
+        record = self.folder / "identity.json"
+        if self.folder.exists() and not (record.is_file() and read_json(record) == identity):
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(record, identity)
+        for left in [*self.folder.glob("*.progress"), *self.folder.glob(".*.tmp")]:
+            left.unlink()
+
+    def done(self) -> set[int]:
+        return {part for part, uids in enumerate(self.uids) if is_done(self.folder, part, uids)}
+
+    def statuses(self) -> list[str]:
+        """Of every row that was asked for. Raises RuntimeError if a row is missing."""
+        missing = sorted(set(range(len(self.uids))) - self.done())
+        if missing:
+            raise RuntimeError(f"parts {missing} lack rows; the messages above say what befell them")
+        return [status for part in range(len(self.uids)) for status in self._part_statuses(part)]
+
+    def forget_retryable(self) -> None:
+        """Have parts with failures that may pass asked for again by the next run."""
+        for part in range(len(self.uids)):
+            if any(is_retryable(status.removeprefix("failed:")) for status in self._part_statuses(part)):
+                part_path(self.folder, part, ".parquet").unlink()
+
+    def _part_statuses(self, part: int) -> list[str]:
+        return part_rows(self.folder, part)["status"].to_pylist()
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder)
+        self.plan.unlink()
+        if not any(self._work.iterdir()):
+            self._work.rmdir()
 
 
-def _check_success(folder: Path, parts: int, statuses: list[str], params: DownloadParams) -> None:
-    """Fail below the minimum rate. Parts with failures that may pass are removed, so the next run asks again."""
+def _fetch_missing(
+    work: _Work, params: DownloadParams, compute: ComputeParams, urls: pa.ChunkedArray, progress: bool
+) -> None:
+    done = work.done()
+    if len(done) == len(work.uids):
+        return
+    try:
+        from mdc.data.workers import fetch_parts
+    except ImportError as error:
+        raise UserError(f"downloading needs the package {error.name!r}; run `pip install 'mdc[download]'`") from None
+    limits = {name: getattr(params, name) for name in ("timeout", "deadline", "retries", "max_bytes", "user_agent")}
+    processes = min(compute.download_processes, len(work.uids) - len(done))
+    rows_done = sum(len(work.uids[part]) for part in done)
+    with _sample_server(params, urls) as address, _bar(work.folder, len(urls), rows_done, progress):
+        threads = compute.download_threads
+        fetch_parts(work.plan, work.folder, params, Limits(**limits, sample_server=address), done, processes, threads)
+
+
+def _check_success(work: _Work, statuses: list[str], params: DownloadParams) -> None:
+    """Fail below the minimum rate, with the counts of each reason."""
     succeeded = statuses.count("ok")
     if succeeded and succeeded >= params.min_success_rate * len(statuses):
         return
-    for part in range(parts):
-        status = _part_rows(folder, part)["status"].to_pylist()
-        if any(is_retryable(value.removeprefix("failed:")) for value in status):
-            (folder / f"{part:05d}.parquet").unlink()
+    work.forget_retryable()
     counts = ", ".join(f"{name} {count}" for name, count in _reasons(statuses).items())
-    what = (
-        f"{succeeded} of {len(statuses)} images ({succeeded / len(statuses):.1%}) could be downloaded, below "
-        f"download.min_success_rate {params.min_success_rate}"
-        if succeeded
-        else f"none of {len(statuses)} images could be downloaded"
-    )
+    what = f"none of {len(statuses)} images could be downloaded"
+    if succeeded:
+        share = f"{succeeded} of {len(statuses)} images ({succeeded / len(statuses):.1%}) could be downloaded"
+        what = f"{share}, below download.min_success_rate {params.min_success_rate}"
     raise UserError(
         f"{params.input}: {what} ({counts}). Mend the cause and run again; what failed for a passing reason is then "
         "asked again"
@@ -153,6 +199,12 @@ def _place(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
+def _write_dropped(dropped: pa.Table, path: Path) -> None:
+    added = [field for field in PART_SCHEMA if field.name not in dropped.column_names]
+    columns = [*dropped.columns, *(pa.nulls(dropped.num_rows, field.type) for field in added)]
+    pq.write_table(pa.table(columns, schema=PART_SCHEMA), path)
+
+
 def download(params: DownloadParams, compute: ComputeParams, work: Path, output: Path, progress: bool = True) -> None:
     """Fetch every row of the list and store the pictures as `output/00000.tar` with `00000.parquet`, ....
 
@@ -164,72 +216,25 @@ def download(params: DownloadParams, compute: ComputeParams, work: Path, output:
     """
     check_places(Path(params.input), output, work)
     rows = read_list(params)
-    asked = rows.filter(pc.is_null(rows["status"]))
-    dropped = rows.filter(pc.is_valid(rows["status"]))
+    asked, dropped = rows.filter(pc.is_null(rows["status"])), rows.filter(pc.is_valid(rows["status"]))
+    reasons = dropped["status"].to_pylist()
     if not asked.num_rows:
-        reasons = _reasons(dropped["status"].to_pylist())
-        raise UserError(f"{params.input}: no row can be asked for: {reasons}; mend the list")
-    try:
-        from mdc.data.parts import PART_SCHEMA, fetch_parts, is_done
-    except ImportError as error:
-        raise UserError(f"downloading needs the package {error.name!r}; run `pip install 'mdc[download]'`") from None
-
-    folder = work / "parts"
-    plan = work / "plan.parquet"
-    with whole_file(plan) as path:
-        pq.write_table(asked.drop_columns(["status", "detail"]), path)
-    settings = params.model_dump(exclude=REQUEST_ONLY)
-    folder = _open_work(work, fingerprint({"plan": sha256(plan), "params": settings}))
-    parts = -(-asked.num_rows // params.samples_per_shard)
-    done = {part for part in range(parts) if is_done(folder, part)}
-    limits = {name: getattr(params, name) for name in ("timeout", "deadline", "retries", "max_bytes", "user_agent")}
-    if len(done) < parts:
-        rows_done = sum(_part_rows(folder, part).num_rows for part in done)
-        with (
-            _full_disk_named(work),
-            _sample_server(params, asked["url"]) as address,
-            _bar(folder, asked.num_rows, rows_done, progress),
-        ):
-            fetch_parts(
-                plan,
-                folder,
-                params,
-                Limits(**limits, sample_server=address),
-                done,
-                min(compute.download_processes, parts - len(done)),
-                compute.download_threads,
-            )
-
-    statuses: list[str] = []
-    for part in range(parts):
-        expected = asked.slice(part * params.samples_per_shard, params.samples_per_shard)["uid"].to_pylist()
-        assert is_done(folder, part), f"part {part} was not written"
-        found = _part_rows(folder, part)
-        assert found["uid"].to_pylist() == sorted(expected), f"part {part} does not hold the rows it was given"
-        statuses += found["status"].to_pylist()
-    _check_success(folder, parts, statuses, params)
-
-    with whole_folder(output) as temporary:
-        for part in range(parts):
-            for suffix in ("tar", "parquet"):
-                _place(folder / f"{part:05d}.{suffix}", temporary / f"{part:05d}.{suffix}")
-        if dropped.num_rows:
-            missing = [
-                pa.nulls(dropped.num_rows, field.type) for field in PART_SCHEMA if field.name not in LIST_SCHEMA.names
-            ]
-            table = pa.table([*dropped.columns, *missing], schema=PART_SCHEMA)
-            pq.write_table(table, temporary / DROPPED)
-        counts = {
-            "rows": rows.num_rows,
-            "ok": statuses.count("ok"),
-            "reasons": _reasons(statuses + dropped["status"].to_pylist()),
-        }
-        inputs = {"list": fingerprint(sha256(plan)), "params": params.model_dump(mode="json")}
-        write_manifest(temporary, inputs, counts)
-    shutil.rmtree(folder)
-    plan.unlink()
-    if not any(work.iterdir()):
-        work.rmdir()
+        raise UserError(f"{params.input}: no row can be asked for: {_reasons(reasons)}; mend the list")
+    with _full_disk_named(work):
+        unfinished = _Work(work, asked, params)
+        _fetch_missing(unfinished, params, compute, asked["url"], progress)
+        statuses = unfinished.statuses()
+        _check_success(unfinished, statuses, params)
+        with whole_folder(output) as temporary:
+            for part in range(len(unfinished.uids)):
+                for suffix in (".tar", ".parquet"):
+                    _place(part_path(unfinished.folder, part, suffix), part_path(temporary, part, suffix))
+            if dropped.num_rows:
+                _write_dropped(dropped, temporary / DROPPED)
+            counts = {"rows": rows.num_rows, "ok": statuses.count("ok"), "reasons": _reasons(statuses + reasons)}
+            inputs = {"list": sha256(unfinished.plan), "params": params.model_dump(mode="json")}
+            write_manifest(temporary, inputs, counts)
+        unfinished.close()
 
 
 def read_metadata(downloaded: Path) -> pa.Table:

@@ -1,100 +1,46 @@
-"""img2dataset at work: it shards the list, spreads it over processes and threads, and fetches; the rest is ours.
+"""Parts of a download: each a tar of pictures and a parquet file of all rows, failures included."""
 
-Its downloader has hooks for the picture (`resizer`) and for what is written (`sample_writer_class`), but none for the
-request itself, which has no total deadline and no limit of bytes. `Worker` puts `mdc.data.fetch` in that place.
-Nothing else in this project imports img2dataset.
-"""
-
-import io
-import multiprocessing
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
-from email.message import Message
-from functools import partial
-from multiprocessing.pool import IMapIterator
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import img2dataset.distributor
-import img2dataset.downloader
 import pyarrow as pa
 import pyarrow.parquet as pq
-from img2dataset.downloader import Downloader, is_disallowed
-from img2dataset.reader import Reader
 
-from mdc.config import DownloadParams
-from mdc.data.fetch import FetchFailed, Limits, fetch
-from mdc.data.images import Rejected, StoredImage, store
+from mdc.data.images import StoredImage
 from mdc.data.tars import FixedTar
-from mdc.errors import UserError
 from mdc.files import sha256, whole_file
-from mdc.processes import end_with_parent
 
-OPT_OUT = ("noai", "noimageai", "noindex", "noimageindex")  # img2dataset's own default
-PLANNED = ("uid", "label", "group")  # columns that travel beside URL and caption
 DIGITS = 5  # of a part's name
+TAR_SHA256 = b"tar_sha256"  # in the parquet file's own metadata
 PART_SCHEMA = pa.schema(
     [(name, pa.string()) for name in ("uid", "url", "caption", "label", "group", "status", "detail")]
     + [(name, pa.int32()) for name in ("width", "height", "original_width", "original_height")]
     + [(name, pa.string()) for name in ("mode", "sha256")]
 )
-TAR_SHA256 = b"tar_sha256"  # in the parquet file's own metadata
 
 
-def fetch_row(
-    row: tuple[int, str],
-    timeout: float,
-    retries: int,
-    user_agent_token: str | None,
-    disallowed_header_directives: set[str] | None,
-    *,
-    limits: Limits,
-) -> tuple[int, io.BytesIO | None, str | None]:
-    """Stands for img2dataset's function of the same arguments; `limits` holds the ones that count."""
-    key, url = row
+def part_path(folder: Path, part: int, suffix: str) -> Path:
+    """`folder/00007.tar` for part 7 and suffix ".tar"."""
+    return folder / f"{part:0{DIGITS}d}{suffix}"
 
-    def opted_out(headers: Message) -> bool:
-        return bool(disallowed_header_directives) and is_disallowed(
-            headers, user_agent_token, disallowed_header_directives
-        )
 
+def part_rows(folder: Path, part: int) -> pa.Table:
+    """The rows of a part, sorted by uid."""
+    return pq.read_table(part_path(folder, part, ".parquet"))
+
+
+def is_done(folder: Path, part: int, uids: list[str]) -> bool:
+    """Whether the part is there, has these rows in any order, and its tar is the one that was written."""
+    tar, table = part_path(folder, part, ".tar"), part_path(folder, part, ".parquet")
+    if not (tar.is_file() and table.is_file()):
+        return False
     try:
-        return key, io.BytesIO(fetch(url, limits, opted_out)), None
-    except FetchFailed as failure:
-        return key, None, str(failure)
-
-
-class Worker(Downloader):
-    """img2dataset's downloader with our request in it. An error that is not one picture's own ends the run."""
-
-    def __init__(self, limits: Limits, **options: Any) -> None:
-        super().__init__(**options)
-        self.limits = limits
-
-    def __call__(self, row: tuple[int, str]) -> tuple[bool, tuple[int, str]]:
-        end_with_parent()
-        img2dataset.downloader.download_image_with_retry = partial(fetch_row, limits=self.limits)
-        self.download_shard(row)
-        return True, row
-
-
-class Resizer:
-    """img2dataset's hook for pictures; it hands the first value on to the writer as it is."""
-
-    def __init__(self, params: DownloadParams) -> None:
-        self.params = params
-
-    def __call__(
-        self, stream: io.BytesIO, _boxes: Any = None
-    ) -> tuple[StoredImage | None, int | None, int | None, int | None, int | None, str | None]:
-        try:
-            image = store(stream.read(), self.params)
-        except Rejected as rejected:
-            return None, None, None, None, None, str(rejected)
-        return image, image.width, image.height, image.original_width, image.original_height, None
+        rows = pq.read_table(table, columns=["uid"])
+    except pa.ArrowInvalid:
+        return False
+    checksum = (rows.schema.metadata or {}).get(TAR_SHA256, b"").decode()
+    return rows["uid"].to_pylist() == sorted(uids) and checksum == sha256(tar)
 
 
 class PartWriter:
@@ -150,93 +96,3 @@ class PartWriter:
         table = pa.Table.from_pylist(self._rows, PART_SCHEMA.with_metadata({TAR_SHA256: checksum}))
         with whole_file(self._stem.with_suffix(".parquet")) as path:
             pq.write_table(table, path)
-
-
-def is_done(folder: Path, part: int) -> bool:
-    """Whether the part is there and its tar is the one that was written."""
-    stem = folder / f"{part:0{DIGITS}d}"
-    tar, table = stem.with_suffix(".tar"), stem.with_suffix(".parquet")
-    if not (tar.is_file() and table.is_file()):
-        return False
-    try:
-        metadata = pq.read_schema(table).metadata or {}
-    except pa.ArrowInvalid:
-        return False
-    return metadata.get(TAR_SHA256, b"").decode() == sha256(tar)
-
-
-def _watched(results: IMapIterator) -> Iterator[Any]:
-    """Pass the pool's results on. The pool itself would wait for ever for a worker that was killed."""
-    workers: dict[int | None, BaseProcess] = {}
-    while True:
-        workers |= {process.pid: process for process in multiprocessing.active_children()}
-        try:
-            yield results.next(timeout=1.0)
-        except StopIteration:
-            return
-        except multiprocessing.TimeoutError:
-            for process in workers.values():
-                if "PoolWorker" in process.name and process.exitcode:
-                    raise UserError(
-                        f"a download process ended with exit code {process.exitcode}; -9 often means that memory ran "
-                        "out. Run again to continue, with fewer compute.download_processes or download_threads"
-                    ) from None
-
-
-@contextmanager
-def _hooked() -> Iterator[None]:
-    """img2dataset's messages and its bar over parts give way to our watch over its pool, and one bar over rows."""
-    watched = mock.patch.object(img2dataset.distributor, "tqdm", _watched)
-    with watched, redirect_stdout(io.StringIO()):
-        yield
-
-
-def fetch_parts(
-    plan: Path,
-    folder: Path,
-    params: DownloadParams,
-    limits: Limits,
-    done: set[int],
-    processes: int,
-    threads: int,
-) -> None:
-    """Fetch the rows of `plan` in parts of `params.samples_per_shard` into `folder`.
-
-    plan: parquet with uid, url, caption, label, group. done: numbers of parts to leave alone.
-    """
-    scratch = folder / "_tmp"
-    scratch.mkdir(parents=True, exist_ok=True)
-    reader = Reader(
-        str(plan.absolute()),
-        "parquet",
-        "url",
-        "caption",
-        None,
-        None,
-        list(PLANNED),
-        params.samples_per_shard,
-        done,
-        str(scratch.absolute()),
-    )
-    worker = Worker(
-        limits,
-        sample_writer_class=PartWriter,
-        resizer=Resizer(params),
-        thread_count=threads,
-        save_caption=True,
-        extract_exif=False,
-        output_folder=str(folder.absolute()),
-        column_list=reader.column_list,
-        timeout=limits.timeout,
-        number_sample_per_shard=params.samples_per_shard,
-        oom_shard_count=DIGITS,
-        compute_hash="sha256",
-        verify_hash_type=None,
-        encode_format=params.image_format,
-        retries=limits.retries,
-        user_agent_token=limits.user_agent.partition("/")[0],
-        disallowed_header_directives=list(OPT_OUT),
-    )
-    distribute: Callable[..., None] = img2dataset.distributor.multiprocessing_distributor
-    with _hooked():
-        distribute(processes, worker, reader, None, 0)

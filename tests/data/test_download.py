@@ -19,8 +19,9 @@ import pytest
 from mdc.config import ComputeParams, DownloadParams
 from mdc.data.download import download, read_metadata, serve
 from mdc.data.fetch import FetchFailed, Limits, fetch
-from mdc.data.parts import PartWriter, _watched
+from mdc.data.parts import PartWriter
 from mdc.data.tars import members
+from mdc.data.workers import _watched
 from mdc.errors import UserError
 from mdc.files import read_json
 
