@@ -82,7 +82,7 @@ def _svg(figure: Figure, name: str, description: str) -> Markup:
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)  # it would style the whole page
     # Several drawings share one page: their ids must not meet.
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'href="#', f'href="#{name}-', svg)
@@ -175,10 +175,11 @@ def compositional_figure(rows: Sequence[Dots], chance: float, description: str) 
         return _svg(figure, "compositional", description)
 
 
-def loss_figure(losses: pd.DataFrame, description: str) -> Markup:
+def loss_figure(losses: pd.DataFrame, unit: str, description: str) -> Markup:
     """Training and validation loss against images seen.
 
     losses: columns images, train_loss, validation_loss; empty where a step did not measure one of them.
+    unit: of the loss.
     """
     with rc_context(STYLE):
         figure = _figure(300)
@@ -188,7 +189,7 @@ def loss_figure(losses: pd.DataFrame, description: str) -> Markup:
         axes.plot(train.images, train.train_loss, color=MUTED, linewidth=1.2, label="train")
         axes.plot(validation.images, validation.validation_loss, "o-", color=ACCENT, markersize=4.5, label="validation")
         axes.set_xlabel("images seen in training")
-        axes.set_ylabel("loss, nats per token")
+        axes.set_ylabel(f"loss, {unit}")
         axes.set_xlim(0, None)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")

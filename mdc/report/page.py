@@ -16,7 +16,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from mdc.config import Params, PretrainParams, Section
+from mdc.config import CONTRASTIVE, Params, PretrainParams, Section
 from mdc.data.tokenizer import MASK
 from mdc.files import MANIFEST, fingerprint, read_manifest, sha256, whole_folder, write_manifest
 from mdc.report import figures, words
@@ -127,7 +127,7 @@ def render(run: Run) -> str:
         pairs=_pairs(run),
         training=_training(run),
         loss_figure=_loss_figure(run),
-        loss_note=words.LOSS_NOTES.get(run.config.pretrain.objective, words.LOSS_NOTE),
+        loss_note=words.loss_note(run.config.pretrain.objective),
         length_figure=_length_figure(run),
         length_note=_length_note(run),
         classes=class_table(run.probe) if run.probe else None,
@@ -235,7 +235,9 @@ def _lead_of(margin: Mapping[str, Any], end: str = "") -> str:
 def compared(value: Interval, control: Interval) -> str:
     """What may be said of a number beside its control."""
     gain = value.mean - control.mean
-    if gain <= 0:
+    if percent(abs(gain)) == percent(0):
+        return "no difference, so this run does not show that the picture helps"
+    if gain < 0:
         return f"{percent(-gain)} points less, so this run does not show that the picture helps"
     if value.low <= control.high:
         return f"{percent(gain)} points more, but the 95 % intervals meet, so this run alone proves no gain"
@@ -411,13 +413,13 @@ def _pairs(run: Run) -> list[dict[str, Any]]:
 
 def _training(run: Run) -> list[str]:
     pretrain, seen = run.config.pretrain, _images_seen(run)
-    sizes = " and ".join(f"{_short(size)} in the {name.replace('_', ' ')}" for name, size in run.parameters.items())
     loss, validation = _last_losses(run)
     return [
-        f"The model has {_short(sum(run.parameters.values()))} parameters, {sizes}. It learnt "
+        f"The model has {_short(sum(run.parameters.values()))} parameters, {_short(run.parameters['encoder'])} of them "
+        f"in the encoder. It learnt "
         f"{words.OBJECTIVES[pretrain.objective]}.",
         f"In {count(pretrain.steps)} updates of {count(pretrain.batch_size)} pictures it saw each of the "
-        f"{count(run.splits['train'])} training pictures about {seen / run.splits['train']:.0f} times. "
+        f"{count(run.splits['train'])} training pictures {seen / run.splits['train']:.1f} times on average. "
         f"The loss ended at {loss:.2f} in training and at {validation:.2f} on the validation split.",
     ]
 
@@ -430,7 +432,7 @@ def _last_losses(run: Run) -> tuple[float, float]:
 def _loss_figure(run: Run) -> Markup:
     train, validation = _last_losses(run)
     description = f"Loss against pictures seen. At the end: {train:.2f} in training, {validation:.2f} in validation."
-    return figures.loss_figure(run.losses, description)
+    return figures.loss_figure(run.losses, words.loss_unit(run.config.pretrain.objective), description)
 
 
 def _length_figure(run: Run) -> Markup:
@@ -509,7 +511,10 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("Data version", run.version),
         ("Objective", pretrain.objective),
         ("Encoder", f"{pretrain.encoder}, {pretrain.image_size} × {pretrain.image_size} pixels"),
-        ("Decoder", f"{pretrain.decoder_depth} layers of width {pretrain.decoder_width}"),
+        (
+            "Text tower" if pretrain.objective in CONTRASTIVE else "Decoder",
+            f"{pretrain.decoder_depth} layers of width {pretrain.decoder_width}",
+        ),
         ("Parameters", f"{count(sum(run.parameters.values()))} ({parts})"),
         ("Vocabulary", f"{count(run.config.vocabulary.size)} tokens"),
     ]

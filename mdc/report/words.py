@@ -1,5 +1,7 @@
 """What the report calls things, in plain words."""
 
+from mdc.config import CONTRASTIVE
+
 OBJECTIVES = {
     "mdc": "by filling in masked words of their captions, at a random masking ratio (masked diffusion captioning)",
     "cmlm": "by filling in masked words of their captions, at a random masking ratio and without the weight 1/t",
@@ -24,15 +26,6 @@ SAMPLERS = {
     "autoregressive": "writing word by word",
 }
 
-LOSS_NOTE = "Loss per token in nats; lower is better. Validation measures pictures that training never showed."
-LOSS_NOTES = {
-    "mdc": "Loss in nats per token, each caption weighted by 1/t; lower is better. Validation measures pictures that "
-    "training never showed.",
-    "clip": "Loss in nats per picture; lower is better. Validation measures pictures that training never showed.",
-    "siglip": "Loss per picture, summed over its pairs; lower is better. Validation measures pictures that training "
-    "never showed.",
-}
-
 SPLITS = {
     "train": "training",
     "validation": "validation",
@@ -47,6 +40,20 @@ _WITHIN = {
     "Most frequent class": "always naming the most frequent class",
 }
 _FLOORS = {"untrained": "over the untrained encoder", "pixels": "over raw pixels"}
+
+
+def loss_unit(objective: str) -> str:
+    """What one unit of the training loss is."""
+    return "nats per picture" if objective in CONTRASTIVE else "nats per token"
+
+
+def loss_note(objective: str) -> str:
+    """How to read the loss curve."""
+    weighted = ", each caption weighted by 1/t" if objective == "mdc" else ""
+    return (
+        f"Loss in {loss_unit(objective)}{weighted}; lower is better. Validation measures pictures that training never "
+        "showed."
+    )
 
 
 def within(name: str) -> str:

@@ -37,7 +37,7 @@ def drawn() -> dict[str, str]:
         "compositional": compositional_figure(
             [dots("<$x$>", 0.8, 0.5, 0.9), dots("hue", 0.0, 0.0, 1.0)], 0.5, "Pairs & <foils>"
         ),
-        "loss": loss_figure(losses(), "Loss"),
+        "loss": loss_figure(losses(), "nats", "Loss"),
         "lengths": length_figure(kept, dropped, "Lengths"),
     }
 
@@ -50,8 +50,8 @@ def test_figures_take_their_colours_from_the_page(drawn: dict[str, str]) -> None
 
 
 def test_figures_are_drawn_alike_every_time(drawn: dict[str, str]) -> None:
-    assert loss_figure(losses(), "Loss") == drawn["loss"]
-    assert not re.search(r"<metadata|<\?xml|<!DOCTYPE|\d{4}-\d\d-\d\d", "".join(drawn.values()))
+    assert loss_figure(losses(), "nats", "Loss") == drawn["loss"]
+    assert not re.search(r"<metadata|<style|<\?xml|<!DOCTYPE|\d{4}-\d\d-\d\d", "".join(drawn.values()))
 
 
 def test_ids_of_several_figures_do_not_meet(drawn: dict[str, str]) -> None:

@@ -120,6 +120,7 @@ def test_the_probe_is_judged_by_its_smallest_lead(margin: tuple[float, ...], say
     [
         (0.80, 0.50, "30.0 points more, owed to the picture, and the 95 % intervals do not meet"),
         (0.55, 0.50, "5.0 points more, but the 95 % intervals meet, so this run alone proves no gain"),
+        (0.50, 0.50, "no difference, so this run does not show that the picture helps"),
         (0.50, 0.55, "5.0 points less, so this run does not show that the picture helps"),
     ],
 )
