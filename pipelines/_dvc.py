@@ -15,7 +15,7 @@ from mdc.processes import end_below, tied
 GRACE_S = 25.0  # seconds; a Prefect worker uses force after 30
 USER_ERROR = 2  # exit code of `mdc stage` for bad input
 _SEPARATOR = re.compile(rb"[\r\n]")
-_ANNOUNCED = ("Running stage", "> ", "ERROR: failed to reproduce")  # what DVC says around a stage's own words
+_ANNOUNCED = ("Running stage", "> exec ", "ERROR: failed to reproduce")  # what DVC says around a stage's own words
 _HINTS = (  # what DVC says after each stage
     "Generating lock file",
     "Updating lock file",
@@ -85,12 +85,11 @@ def reproduce(stage: str, on_line: Callable[[str], None], on_progress: Callable[
 
 
 def _environment() -> dict[str, str]:
-    """`mdc` and `dvc` of this installation first; a shell that replaces itself with the command; lines unbuffered."""
+    """`mdc` of this installation first, lines unbuffered, bars as wide as the terminal."""
     here = str(Path(sys.executable).parent)
     return {
         **os.environ,
         "PATH": os.pathsep.join([here, os.environ.get("PATH", os.defpath)]),
-        "SHELL": "/bin/sh",
         "PYTHONUNBUFFERED": "1",
         "COLUMNS": str(shutil.get_terminal_size((100, 24)).columns - 1),
     }

@@ -72,7 +72,7 @@ def has_code(path: Path) -> bool:
 
 def test_the_stages_are_the_librarys_in_order(graph: dict[str, dict[str, Any]]) -> None:
     assert tuple(graph) == STAGES == tuple(RUNS)
-    assert all(stage["cmd"] == f"mdc stage {name}" for name, stage in graph.items())
+    assert all(stage["cmd"] == f"exec mdc stage {name}" for name, stage in graph.items())
 
 
 def test_each_makes_the_folder_that_the_library_writes(graph: dict[str, dict[str, Any]]) -> None:
