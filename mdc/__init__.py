@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# No library that we use may call home or ask about updates. A value set by the user wins.
+# Read by libraries when they load. None of them may call home or ask about updates. A value set by the user wins.
 for _name, _value in {
     "NO_ALBUMENTATIONS_UPDATE": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -20,6 +20,8 @@ for _name, _value in {
     "DVC_NO_ANALYTICS": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
+    # Not about calls: threads that spin while they wait take three times the CPU on busy cores.
+    "OMP_WAIT_POLICY": "PASSIVE",
 }.items():
     os.environ.setdefault(_name, _value)
 
