@@ -124,6 +124,7 @@ class PretrainParams(Section):
     embed_dim: int = Field(ge=8)  # clip, siglip: of the shared space
 
     # optimisation
+    data_share: float = Field(1.0, gt=0, le=1)  # of the training pairs, by a hash of the uid: smaller lie in larger
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1)  # images per update, over all ranks
     accumulate: int = Field(1, ge=1)  # micro-batches per update
@@ -177,6 +178,11 @@ class PretrainParams(Section):
         return self
 
 
+def pairs_in_share(pairs: int, share: float) -> int:
+    """How many of the training pairs `pretrain.data_share` takes."""
+    return max(1, round(share * pairs))
+
+
 class ExtractParams(Section):
     """Frozen features and their index."""
 
@@ -201,6 +207,8 @@ class EvaluateParams(Section):
     swaps: dict[str, list[list[str]]] = {}  # by rule: groups of words that may stand for one another
     max_pairs: int = Field(500, ge=1)  # of caption and foil, per rule
     caption_length: int = Field(8, ge=2)  # tokens of generated captions, the end token included
+    metric_lengths: list[Annotated[int, Field(ge=2)]] = Field([4, 6, 8], min_length=1)  # tokens of scored captions
+    metric_pictures: int = Field(200, ge=0)  # of the test split whose written captions are scored; 0 = none
     pictures: int = Field(12, ge=1)  # shown with captions and neighbours in the report
     seed: int = Field(0, ge=0)
 
@@ -240,6 +248,8 @@ class TrackingParams(Section):
 
     uri: str = "sqlite:///mlflow.db"  # or http://server:5000; "" = no tracking
     experiment: str = "mdc"
+    run_name: str = ""  # "" = objective and preset
+    parent_run: str = ""  # id of the run under which this one is shown; "" = none. `mdc sweep` sets it
     required: bool = False  # true: do not start without the server
 
 
@@ -270,11 +280,15 @@ class Params(Section):
                 f"pretrain.batch_size {self.pretrain.batch_size} does not divide over compute.processes "
                 f"{self.compute.processes} x pretrain.accumulate {self.pretrain.accumulate}"
             )
-        if self.evaluate.caption_length > self.caption.max_tokens:
-            raise ValueError(
-                f"evaluate.caption_length {self.evaluate.caption_length} is above caption.max_tokens "
-                f"{self.caption.max_tokens}: the decoder has no position for it"
-            )
+        for name, length in (
+            ("caption_length", self.evaluate.caption_length),
+            ("metric_lengths", max(self.evaluate.metric_lengths)),
+        ):
+            if length > self.caption.max_tokens:
+                raise ValueError(
+                    f"evaluate.{name} {length} is above caption.max_tokens {self.caption.max_tokens}: "
+                    "the decoder has no position for it"
+                )
         return self
 
 

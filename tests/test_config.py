@@ -167,7 +167,8 @@ class TestRules:
             ({"caption": {"validation_share": 0.5, "test_share": 0.5}}, "leave nothing to train on"),
             ({"pretrain": {"preset": "vit_b16"}}, "raise download.image_size"),
             ({"compute": {"processes": 3}}, "does not divide over compute.processes 3"),
-            ({"evaluate": {"caption_length": 13}}, "is above caption.max_tokens 12"),
+            ({"evaluate": {"caption_length": 13}}, "caption_length 13 is above caption.max_tokens 12"),
+            ({"evaluate": {"metric_lengths": [8, 20]}}, "metric_lengths 20 is above caption.max_tokens 12"),
         ],
     )
     def test_are_checked_with_the_fix(self, changes: dict[str, dict[str, object]], words: str) -> None:

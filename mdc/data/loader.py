@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from mdc.config import choose
+from mdc.config import choose, pairs_in_share
 from mdc.data.shards import SAMPLES, read_index
 from mdc.draws import derive_seed
 from mdc.errors import UserError
@@ -53,21 +53,36 @@ def centre_square(pixels_HWC: np.ndarray) -> np.ndarray:
     return pixels_HWC[top : top + side, left : left + side]
 
 
+def within_share(uids: list[str], share: float) -> list[bool]:
+    """Which samples belong to a share of all: those with the smallest hashes of their uids.
+
+    So a smaller share lies within every larger one, and neither order nor seed changes it.
+    """
+    count = pairs_in_share(len(uids), share)
+    chosen = set(sorted(uids, key=lambda uid: derive_seed("data share", uid))[:count])
+    return [uid in chosen for uid in uids]
+
+
 class ShardDataset(Dataset[tuple[Tensor, list[int], str]]):
     """The samples of one split in shard order, read by offset.
 
     samples: pyarrow table, one row per sample, with the columns of `samples.parquet`.
     """
 
-    def __init__(self, folder: Path, split: str, cache_bytes: int = CACHE_BYTES) -> None:
-        """split: train, validation or test. cache_bytes: decoded pictures are kept if all of them fit into this."""
+    def __init__(self, folder: Path, split: str, cache_bytes: int = CACHE_BYTES, share: float = 1.0) -> None:
+        """split: train, validation or test. cache_bytes: decoded pictures are kept if all of them fit into this.
+        share: of the samples, see `within_share`.
+        """
         index = read_index(folder)
         choose("split", split, index["splits"])
         table = pq.read_table(folder / SAMPLES)
         self.folder = folder
         self.split = split
         self.version: str = index["version"]
-        self.samples: pa.Table = table.filter(pc.equal(table["split"], split)).combine_chunks()
+        table = table.filter(pc.equal(table["split"], split))
+        if share < 1:
+            table = table.filter(pa.array(within_share(table["uid"].to_pylist(), share), pa.bool_()))
+        self.samples: pa.Table = table.combine_chunks()
         self.uids: list[str] = self.samples["uid"].to_pylist()
         self._shards: list[str] = self.samples["shard"].to_pylist()
         self._offsets = self.samples["image_offset"].to_numpy()

@@ -3,7 +3,7 @@
 metrics.json        numbers alone, nested, for comparison between runs
 probe.json          linear probes on the trained features and their floors
 compositional.json  captions against foils, with the blind control
-captions.json       what the model writes for test pictures
+captions.json       what the model writes for test pictures, and how close it comes to their captions
 neighbours.json     the nearest training pictures of test pictures
 """
 
@@ -18,16 +18,18 @@ import torch
 from tqdm import tqdm
 
 from mdc import dist
-from mdc.config import EvaluateParams, Params
+from mdc.config import CONTRASTIVE, EvaluateParams, Params
 from mdc.data.shards import SAMPLES
 from mdc.draws import derive_seed
 from mdc.errors import UserError
 from mdc.eval import compositional
+from mdc.eval.caption_scores import plain_words, score_written
 from mdc.eval.captioning import written_captions
 from mdc.eval.classification import classify
 from mdc.eval.features import Features, Viewer, read_features
 from mdc.eval.index import measure_recall
 from mdc.files import MANIFEST, read_manifest, sha256, whole_folder, write_json, write_manifest
+from mdc.generate.samplers import SAMPLERS
 from mdc.objectives.scoring import default_scorer
 from mdc.train.checkpoint import LoadedModel, load_model
 
@@ -63,11 +65,13 @@ def evaluate(params: Params, shards: Path, model: Path, features: Path, output: 
     pairs, compared = _compositional(p, found, loaded, shards, device, params.extract.batch_size)
     uids = choose_pictures(found, "test", p.pictures, p.seed)
     index = {"recall_at_10": measure_recall(found.index, found.arrays["model"])}
+    viewer = Viewer(loaded, shards, ("test",), device)
+    scores, captioned = _caption_scores(p, found, loaded, viewer, params.extract.batch_size)
     parts = {
-        "metrics": {**classified, "compositional": compared, "index": index},
+        "metrics": {**classified, "compositional": compared, **captioned, "index": index},
         "probe": probe,
         "compositional": pairs,
-        "captions": _captions(p, found, loaded, shards, uids, device),
+        "captions": {**_captions(p, found, loaded, viewer, uids), **scores},
         "neighbours": {"examples": [_neighbours(found, uid) for uid in uids]},
     }
     with whole_folder(output) as temporary:
@@ -155,19 +159,49 @@ def choose_pictures(found: Features, split: str, count: int, seed: int) -> list[
 
 
 def _captions(
-    p: EvaluateParams, found: Features, loaded: LoadedModel, shards: Path, uids: Sequence[str], device: torch.device
+    p: EvaluateParams, found: Features, loaded: LoadedModel, viewer: Viewer, uids: Sequence[str]
 ) -> dict[str, Any]:
-    """`captions.json`."""
+    """`captions.json`, all but the scores."""
     if not uids:
         return {"examples": [], "note": "no captions: the test split is empty"}
     rows = found.samples.set_index("uid")
     known = Counter(word for caption in rows.loc[rows["split"] == "train", "caption"] for word in caption.split())
     with tqdm(total=len(uids), desc="captions", unit="caption") as progress:
-        patches_MPD = Viewer(loaded, shards, ("test",), device).patches(uids)
+        patches_MPD = viewer.patches(uids)
         captions = rows.loc[list(uids), "caption"].tolist()
         written = written_captions(loaded, patches_MPD, uids, captions, known, p.caption_length, p.seed)
         progress.update(len(uids))
     return written
+
+
+def _caption_scores(
+    p: EvaluateParams, found: Features, loaded: LoadedModel, viewer: Viewer, batch_size: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The part "scores" of `captions.json`, and the part "captioning" of the metrics; both empty if nothing is scored.
+
+    The pictures are drawn by seed from the test split. One that occurs with several captions has several references.
+    """
+    objective = loaded.config.pretrain.objective
+    rows = found.samples[found.samples["split"] == "test"]
+    rows = rows[rows["caption"].map(plain_words) != ""]
+    pictures = sorted(set(rows["picture"]), key=lambda picture: derive_seed(p.seed, "caption scores", picture))
+    pictures = pictures[: p.metric_pictures]
+    if not pictures or objective in CONTRASTIVE:
+        return {}, {}
+    of_picture = rows[rows["picture"].isin(pictures)].groupby("picture")
+    uids, captions = of_picture["uid"].first(), of_picture["caption"].agg(list)
+    references: list[list[str]] = captions.loc[pictures].tolist()
+    wanted = 2 * len(pictures) * len(p.metric_lengths) * sum(objective in s.objectives for s in SAMPLERS.values())
+    with tqdm(total=wanted, desc="caption scores", unit="caption") as progress:
+        starts = range(0, len(pictures), batch_size)
+        parts = [viewer.patches(uids.loc[pictures[i : i + batch_size]].tolist()) for i in starts]
+        scored = score_written(loaded, torch.cat(parts), references, p.metric_lengths, p.seed, progress.update)
+    metrics: dict[str, dict[str, Any]] = {}
+    for row in scored:
+        values = {name: value for name, value in row.items() if name not in ("sampler", "length")}
+        metrics.setdefault(row["sampler"], {})[str(row["length"])] = values
+    facts = {"pictures": len(pictures), "references": sum(map(len, references)), "rows": scored}
+    return {"scores": facts}, {"captioning": metrics}
 
 
 def _neighbours(found: Features, uid: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from mdc.config import CONTRASTIVE, Params, PretrainParams, Section
+from mdc.config import CONTRASTIVE, Params, PretrainParams, Section, pairs_in_share
 from mdc.data.tokenizer import MASK
 from mdc.files import MANIFEST, fingerprint, read_manifest, sha256, whole_folder, write_manifest
 from mdc.report import figures, words
@@ -28,6 +28,7 @@ from mdc.report.tables import (
     Cell,
     Interval,
     Table,
+    caption_table,
     class_table,
     compositional_rows,
     compositional_table,
@@ -144,7 +145,7 @@ def render(run: Run) -> str:
 
 
 def _lead(run: Run) -> str:
-    seen = count(run.splits["train"])
+    seen = count(_trained_on(run))
     how = words.OBJECTIVES[run.config.pretrain.objective]
     return f"An image encoder that learnt to see from {seen} pictures, {how}. No class was ever shown to it."
 
@@ -169,6 +170,11 @@ def _short(number: int) -> str:
         if number >= size:
             return f"{number / size:.{0 if number >= 100 * size else 1}f} {name}"
     return str(number)
+
+
+def _trained_on(run: Run) -> int:
+    """Pictures of the training split that the model learnt from."""
+    return pairs_in_share(run.splits["train"], run.config.pretrain.data_share)
 
 
 def _images_seen(run: Run) -> int:
@@ -419,7 +425,7 @@ def _training(run: Run) -> list[str]:
         f"in the encoder. It learnt "
         f"{words.OBJECTIVES[pretrain.objective]}.",
         f"In {count(pretrain.steps)} updates of {count(pretrain.batch_size)} pictures it saw each of the "
-        f"{count(run.splits['train'])} training pictures {seen / run.splits['train']:.1f} times on average. "
+        f"{count(_trained_on(run))} training pictures {seen / _trained_on(run):.1f} times on average. "
         f"The loss ended at {loss:.2f} in training and at {validation:.2f} on the validation split.",
     ]
 
@@ -462,6 +468,7 @@ def _written(run: Run) -> dict[str, Any] | None:
         "note": f"Test pictures that training never showed. Written at a length of {first['length']} tokens by "
         f"{words.SAMPLERS[first['sampler']]}; the true caption is for comparison alone.",
         "examples": [{"picture": run.pictures[e["uid"]], "generated": e["generated"]} for e in examples],
+        "scores": caption_table(run.written["scores"]) if "scores" in run.written else None,
         "filled": [
             {
                 "picture": run.pictures[e["uid"]],

@@ -168,6 +168,25 @@ def _percent_or_dash(share: float | None) -> str:
     return "–" if share is None else percent(share)
 
 
+def caption_table(scores: Mapping[str, Any]) -> Table:
+    """How close written captions come to the true ones, by sampler and length, and blind."""
+    texts, pictures = scores["references"], scores["pictures"]
+    rows = tuple(
+        (
+            Cell(row["sampler"], f"{row['length']} tokens"),
+            *(Cell(percent(row[name])) for name in ("bleu_1", "bleu_2", "bleu_3", "bleu_4")),
+            *(Cell(percent(values[name])) for name in ("rouge_l", "cider") for values in (row, row["blind"])),
+        )
+        for row in scores["rows"]
+    )
+    return Table(
+        caption=f"Captions written for {count(pictures)} test pictures against {count(texts)} true ones, times 100. "
+        "Blind: written for the mean picture.",
+        columns=("Sampler", "BLEU-1", "2", "3", "4", "ROUGE-L", "blind", "CIDEr", "blind"),
+        rows=rows,
+    )
+
+
 def terminal_tables(evaluation: Path) -> list[TerminalTable]:
     """The results as tables for the terminal, every number beside its floor or control.
 
@@ -175,9 +194,12 @@ def terminal_tables(evaluation: Path) -> list[TerminalTable]:
     """
     read_manifest(evaluation, made_by="evaluate")
     metrics = read_json(evaluation / "metrics.json")
-    probe, compositional = (read_json(evaluation / f"{name}.json") for name in ("probe", "compositional"))
+    probe, compositional, captions = (
+        read_json(evaluation / f"{name}.json") for name in ("probe", "compositional", "captions")
+    )
     tables = [probe_table(probe, metrics)] if probe["rows"] else []
     tables += [compositional_table(compositional, metrics)] if compositional["rules"] else []
+    tables += [caption_table(captions["scores"])] if "scores" in captions else []
     return [_terminal(table) for table in tables]
 
 

@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ BATCH = 100  # parameters or tags in one request, MLflow's limit
 HTTP_TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 HTTP_LIMITS = {HTTP_TIMEOUT: "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}  # MLflow's own hold a call for minutes
 UPLOAD_TIMEOUT_S = "120"
+PARENT = "mlflow.parentRunId"  # the tag by which MLflow shows one run under another
 
 Json = Mapping[str, Any]
 
@@ -259,12 +260,13 @@ class Tracker:
         experiment_id = _experiment(self.client, self.params.tracking)
         run = self._known_run()
         if run is None:
-            pretrain = self.params.pretrain
-            name = f"{pretrain.objective}-{pretrain.preset}"
+            pretrain, tracking = self.params.pretrain, self.params.tracking
+            name = tracking.run_name or f"{pretrain.objective}-{pretrain.preset}"
             run = self.client.create_run(experiment_id, run_name=name, tags=_process_tags())
             self.run_id = run.info.run_id
         self.client.update_run(run.info.run_id, status="RUNNING")
-        for key, value in {**_process_tags(), **self.tags}.items():
+        parent = {PARENT: self.params.tracking.parent_run} if self.params.tracking.parent_run else {}
+        for key, value in {**_process_tags(), **parent, **self.tags}.items():
             self.client.set_tag(run.info.run_id, key, value)
         _close_stale_runs(self.client, experiment_id)
         files.write_json(self.record, {"run_id": self.run_id, "status": "RUNNING"})
@@ -402,7 +404,11 @@ def log_evaluation(params: Params, fingerprint: str, metrics: Json, step: int) -
 
         when = round(time.time() * 1000)
         flat = {name.replace(".", "/"): value for name, value in flatten(metrics).items()}
-        points = [Metric(metric_name(name), float(value), when, step) for name, value in flat.items()]
+        points = [
+            Metric(metric_name(name), float(value), when, step)
+            for name, value in flat.items()
+            if not isinstance(value, Mapping)  # an empty part
+        ]
         client.log_batch(run_id, metrics=points)
 
     _add_to_run(params.tracking, fingerprint, add)
@@ -421,6 +427,68 @@ def close_run(tracking: TrackingParams, run_id: str, status: str) -> None:
     sender.put(lambda: _client(tracking).set_terminated(run_id, status), run=run_id, status=status)
     sender.start()
     sender.close(PATIENCE_S)
+
+
+class Group:
+    """The run under which the runs of a sweep are shown. Used by one process; every call waits for the server.
+
+    Without a server there is no such run, `run_id` is "", and the runs of the sweep stand alone.
+    """
+
+    def __init__(self, tracking: TrackingParams, name: str, record: Path) -> None:
+        """Take up the run that the file `record` names, or make one and name it there.
+
+        Raises UserError where tracking is required and there is no answer.
+        """
+        self.tracking, self.name, self.record = tracking, name, record
+        self.run_id = ""
+        if not tracking.uri:
+            return
+        self._send(self._open, START_PATIENCE_S, what="start")
+        if tracking.required and not self.run_id:
+            raise UserError(
+                f"tracking.uri {tracking.uri!r} gives no answer and tracking.required is true; start the server, or "
+                "set tracking.required: false"
+            )
+
+    def _send(self, send: Callable[[], None], patience_s: float, **record: Any) -> None:
+        sender = Sender(self.tracking.uri)
+        sender.put(send, **record)
+        sender.start()
+        sender.close(patience_s)
+
+    def _open(self) -> None:
+        from mlflow.exceptions import MlflowException
+
+        client = _client(self.tracking)
+        experiment_id = _experiment(client, self.tracking)
+        known = files.read_json(self.record)["run_id"] if self.record.is_file() else ""
+        try:
+            run = client.get_run(known) if known else None
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            run = None
+        run = run or client.create_run(experiment_id, run_name=self.name, tags=_process_tags())
+        run_id = str(run.info.run_id)
+        client.update_run(run_id, status="RUNNING")
+        for key, value in {**_process_tags(), "mdc.sweep": self.name, "mdc.git_commit": git_commit()}.items():
+            client.set_tag(run_id, key, value)
+        files.write_json(self.record, {"run_id": run_id})
+        self.run_id = run_id
+
+    def finish(self, status: str, artifacts: Sequence[Path] = ()) -> None:
+        """Keep files with the run, and end it. status: FINISHED, FAILED or KILLED."""
+        if not self.run_id:
+            return
+
+        def send() -> None:
+            client = _client(self.tracking)
+            client.set_terminated(self.run_id, status)
+            for path in artifacts:
+                client.log_artifact(self.run_id, str(path))
+
+        self._send(send, PATIENCE_S, run=self.run_id, status=status)
 
 
 def fetch_model(uri: str, tracking_uri: str | None = None) -> Path:

@@ -33,7 +33,7 @@ from mdc.train import checkpoint
 from mdc.train.optim import build_optimizer, learning_rate, scale_and_clip, set_learning_rate
 from mdc.train.tracking import TrackedData, Tracker, git_commit
 from mdc.train.watch import Guard, Stop, Stopwatch, failures_recorded
-from mdc.train.work import BOOKKEEPING, FAILURE, RUN, work_folder
+from mdc.train.work import BOOKKEEPING, COST, FAILURE, RUN, work_folder
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,8 @@ class Trainer:
         self.tokenizer_path = shards / checkpoint.TOKENIZER
         vocabulary = CaptionTokenizer.load(str(self.tokenizer_path)).vocabulary
         self.config = ModelConfig(pretrain=self.hyper, vocabulary=vocabulary, max_tokens=params.caption.max_tokens)
-        self.train_set, self.validation_set = ShardDataset(shards, "train"), ShardDataset(shards, "validation")
+        self.train_set = ShardDataset(shards, "train", share=self.hyper.data_share)
+        self.validation_set = ShardDataset(shards, "validation")
         longest = max(
             (int(some.lengths.max()) for some in (self.train_set, self.validation_set) if len(some)), default=0
         )
@@ -75,6 +76,7 @@ class Trainer:
         self.since_row = torch.zeros(2, dtype=torch.float64, device=device)  # loss and count since the last row
         self.history: list[dict[str, float | int | None]] = []
         self.run_id: str | None = None
+        self.seconds = 0.0  # of training up to the newest row, without validation and checkpoints
         self._resume()
 
         if params.compute.compile:
@@ -206,6 +208,7 @@ class Trainer:
         loss_sum, count = self.since_row.tolist()
         self.since_row.zero_()
         steps, seconds, waited = self.watch.lap()
+        self.seconds += seconds
         images = self.done * self.hyper.batch_size
         row: dict[str, float | int | None] = {
             "step": self.done,
@@ -286,6 +289,7 @@ class Trainer:
                     "since_row": self.since_row.tolist(),
                     "history": self.history,
                     "run_id": self.run_id,
+                    "seconds": self.seconds,
                 }
                 keep = self.hyper.keep_checkpoints
                 checkpoint.save_checkpoint(
@@ -307,6 +311,7 @@ class Trainer:
         self.done = self.saved = progress["step"]
         self.since_row += torch.tensor(progress["since_row"], dtype=torch.float64, device=self.device)
         self.history, self.run_id = progress["history"], progress["run_id"]
+        self.seconds = progress["seconds"]
 
     def write(self, output: Path) -> str:
         """Write the trained model and its loss curve as the folder `output`; returns the model's fingerprint."""
@@ -325,6 +330,9 @@ class Trainer:
                 counts={"steps": self.done, "images": images, "passes": round(images / len(self.train_set), 3)},
                 fingerprint=made,
             )
+        # beside the output, whose bytes tell nothing of the machine
+        cost = {"fingerprint": made, "seconds": round(self.seconds, 3), "images": images, "ranks": self.world}
+        files.write_json(self.work.with_name(COST), cost)
         return made
 
 

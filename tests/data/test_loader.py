@@ -3,6 +3,7 @@
 import io
 import pickle
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mdc.data.loader import Batch, ShardDataset, TrainLoader, centre_square, eval_batches
+from mdc.data.loader import Batch, ShardDataset, TrainLoader, centre_square, eval_batches, within_share
 from mdc.errors import UserError
 
 PAD = 0
@@ -145,3 +146,20 @@ def test_mistakes(folder: Path) -> None:
         TrainLoader(dataset, 8, 0, range(1), PAD, rank=0, world=3)
     with pytest.raises(UserError, match=r"unknown split 'tets'.*'test'"):
         ShardDataset(folder, "tets")
+
+
+def test_smaller_shares_lie_within_larger_ones_and_keep_the_order(folder: Path) -> None:
+    whole = ShardDataset(folder, "train").uids
+    parts = [ShardDataset(folder, "train", share=share) for share in (0.1, 0.3, 0.9, 1.0)]
+    assert [len(part) for part in parts] == [round(share * len(whole)) for share in (0.1, 0.3, 0.9, 1.0)]
+    for smaller, larger in pairwise(parts):
+        assert set(smaller.uids) < set(larger.uids)
+    for part in parts:
+        assert part.uids == [uid for uid in whole if uid in set(part.uids)]
+    few = parts[1]
+    everything = ShardDataset(folder, "train")
+    assert torch.equal(few.images([2])[0], everything.images([whole.index(few.uids[2])])[0])
+    assert few[2][1] == everything[whole.index(few.uids[2])][1]
+    # a hash of the uid alone: whatever else there is, of two samples the same one comes first
+    assert within_share(whole[::-1], 0.3) == within_share(whole, 0.3)[::-1]
+    assert sum(within_share(whole, 1e-9)) == 1

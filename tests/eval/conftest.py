@@ -87,6 +87,7 @@ def params() -> Callable[..., Params]:
                 "compositional_draws": 4,
                 "swaps": {"colour": [list(COLOURS)], "thing": [["fish", "lamp", "boat"]]},
                 "caption_length": 4,
+                "metric_lengths": [3, 5],
                 "pictures": 4,
             },
         }

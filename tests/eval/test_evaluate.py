@@ -45,7 +45,7 @@ def leaves(value: Any) -> list[Any]:
 
 def test_metrics_are_numbers_alone(evaluated: dict[str, Any]) -> None:
     assert all(type(leaf) in (int, float) for leaf in leaves(evaluated["metrics"]))
-    assert set(evaluated["metrics"]) == {"probe", "knn", "compositional", "index"}
+    assert set(evaluated["metrics"]) == {"probe", "knn", "compositional", "captioning", "index"}
     assert evaluated["metrics"]["index"]["recall_at_10"] == 1
 
 

@@ -183,6 +183,12 @@ def probe_row(
     return row | {"recall_by_class": recalls, "grid_edge": features == "pixels", "converged": True}
 
 
+def caption_row(sampler: str, length: int) -> dict[str, Any]:
+    scores = {"bleu_1": 0.412, "bleu_2": 0.303, "bleu_3": 0.2, "bleu_4": 0.1, "rouge_l": 0.456, "cider": 1.234}
+    blind = {name: value / 10 for name, value in scores.items()}
+    return {"sampler": sampler, "length": length, **scores, "blind": blind}
+
+
 def write_evaluation(folder: Path, samples: list[dict[str, Any]]) -> None:
     folder.mkdir()
     test = [sample for sample in samples if sample["split"] == "test"]
@@ -268,6 +274,11 @@ def write_evaluation(folder: Path, samples: list[dict[str, Any]]) -> None:
                 }
                 for s in test[:6]
             ],
+            "scores": {
+                "pictures": 14,
+                "references": 15,
+                "rows": [caption_row("confidence", 4), caption_row("ancestral", 6)],
+            },
             "unmasking": {"uid": test[0]["uid"], "caption": test[0]["caption"], "steps": steps},
             "filled": [
                 {"uid": s["uid"], "template": "large [MASK] [MASK]", "text": "large red circle"} for s in test[:3]

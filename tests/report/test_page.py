@@ -263,6 +263,13 @@ def test_a_run_without_any_score_still_has_a_page(make_world: MakeWorld) -> None
     assert len(page.find("p", class_="absent")) == 4
 
 
+def test_written_captions_are_scored_beside_blind_ones(world: World) -> None:
+    writing = section(parse(world.report()), "writing")
+    (table,) = [t for t in writing.find("table") if "test pictures" in t.find("caption")[0].text]
+    cells = [squeezed(cell.text) for cell in table.find("tr")[1].find("td")]
+    assert cells == ["41.2", "30.3", "20.0", "10.0", "45.6", "4.6", "123.4", "12.3"]
+
+
 def test_a_causal_model_has_captions_but_no_unmasking(make_world: MakeWorld) -> None:
     run = make_world(pretrain={"objective": "autoregressive"})
     examples = [{**example, "sampler": "autoregressive"} for example in run.evaluation("captions")["examples"]]

@@ -8,6 +8,7 @@ from rich.console import Console
 from scipy import stats
 
 from mdc.errors import UserError
+from mdc.files import write_json
 from mdc.report.tables import class_table, compositional_table, terminal_tables, wilson
 
 
@@ -34,10 +35,17 @@ def test_terminal_shows_every_number_beside_its_floor(world: World) -> None:
     assert ["size", "(40", "pairs)", "75.0", "59.8–85.8", "50.0", "35.2–64.8", "80.0"] in lines
 
 
+def test_terminal_shows_written_captions_beside_blind_ones(world: World) -> None:
+    lines = [line.split() for line in shown(world["evaluation"]).splitlines()]
+    numbers = ["41.2", "30.3", "20.0", "10.0", "45.6", "4.6", "123.4", "12.3"]
+    assert ["confidence", "(4", "tokens)", *numbers] in lines
+    assert ["ancestral", "(6", "tokens)", *numbers] in lines
+
+
 def test_terminal_keeps_all_numbers_in_eighty_columns(world: World) -> None:
     text = shown(world["evaluation"], width=80)
     assert all(len(line) <= 80 for line in text.splitlines())
-    for number in ("70.2–72.2", "62.0", "82.5", "75.9–87.6", "43.1–58.4", "85.6"):
+    for number in ("70.2–72.2", "62.0", "82.5", "75.9–87.6", "43.1–58.4", "85.6", "123.4", "12.3"):
         assert number in text
 
 
@@ -51,6 +59,7 @@ def test_names_are_not_read_as_markup(make_world) -> None:
 def test_a_missing_part_has_no_table(make_world) -> None:
     run = make_world()
     run.change("probe", rows=[])
+    write_json(run["evaluation"] / "captions.json", {"examples": []})
     (table,) = terminal_tables(run["evaluation"])
     assert str(table.title).startswith("Captions that outscore")
 

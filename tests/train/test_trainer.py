@@ -80,7 +80,10 @@ def test_training_writes_a_model_and_its_curve_and_leaves_nothing_behind(
     assert manifest["counts"] == {"steps": 8, "images": 64, "passes": pytest.approx(64 / 36, abs=1e-3)}
     assert manifest["inputs"]["shards"] == sha256(shards / "manifest.json")
     assert checkpoint.load_model(output).fingerprint == manifest["fingerprint"]
-    assert list(runs.iterdir()) == []
+    assert [path.name for path in runs.iterdir()] == ["cost.json"]
+    cost = read_json(runs / "cost.json")
+    assert cost["seconds"] > 0
+    assert {**cost, "seconds": 0} == {"fingerprint": manifest["fingerprint"], "seconds": 0, "images": 64, "ranks": 1}
 
 
 def test_the_same_training_gives_the_same_bytes(tmp_path: Path, shards: Path, small_params: MakeParams) -> None:
@@ -284,3 +287,8 @@ def test_signal_handlers_are_put_back(tmp_path: Path, shards: Path, small_params
     train(small_params(steps=4), shards, tmp_path / "model", tmp_path / "runs")
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
     assert not dist.is_initialized()
+
+
+def test_a_share_of_the_data_is_all_that_is_trained_on(tmp_path: Path, shards: Path, small_params: MakeParams) -> None:
+    train(small_params(data_share=0.25, steps=9, batch_size=4), shards, tmp_path / "model", tmp_path / "runs")
+    assert read_json(tmp_path / "model" / "manifest.json")["counts"]["passes"] == pytest.approx(4)  # 36 images, 9 pairs
