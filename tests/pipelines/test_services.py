@@ -82,6 +82,7 @@ def test_a_process_id_that_came_back_is_left_alone(project: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_deployed_run_from_start_to_stop(project: Path) -> None:
     ports = {"PREFECT_PORT": free_port(), "MLFLOW_PORT": free_port()}
     started = services("start", **ports)
