@@ -59,7 +59,9 @@ def start() -> None:
     except BaseException:
         stop()
         raise
-    shown = {"api": api, "prefect": api.removesuffix("/api"), "mlflow": f"http://{HOST}:{ports['MLFLOW_PORT']}"}
+    # MLflow opens on its pages for chats unless it is told
+    runs = f"http://{HOST}:{ports['MLFLOW_PORT']}/#/experiments?workflowType=machine_learning"
+    shown = {"api": api, "prefect": api.removesuffix("/api"), "mlflow": runs}
     print(READY.format(**shown))
 
 
