@@ -25,10 +25,6 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-# Threads that wait go to sleep soon. On a machine that others use too, waiting threads that spin were seen to slow a
-# training step more than tenfold.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
 __all__ = ["Captioner", "__version__", "load"]
 
 
