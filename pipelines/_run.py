@@ -134,9 +134,11 @@ class _Bar:
     def __enter__(self) -> "_Bar":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.clear()
-        self._thread.shutdown(wait=False)
+        if kind is None and self._sending is not None:
+            self._thread.submit(copy_context().run, self._send, 100.0, f"{self._stage}: done")
+        self._thread.shutdown(wait=kind is None)
 
     def clear(self) -> None:
         if self._terminal:
