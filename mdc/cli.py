@@ -49,6 +49,37 @@ def sample(folder: Annotated[Path, typer.Argument(help="Where to put it.")] = Pa
 
 
 @app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(help="Cells, grid and seeds, as in infra/sweeps/.")],
+    params: ParamsFile = Path("params.yaml"),
+    variant: Annotated[str, typer.Option(help="One of the file's variants.")] = "",
+) -> None:
+    """Train and evaluate every cell of a sweep on the shards that exist, and show them side by side.
+
+    What is finished is not done again: run the same command after an interruption.
+    """
+    from mdc.config import load_sweep
+
+    plan = load_sweep(file, params, variant)  # mistakes are told before anything heavy is imported
+    from rich.console import Console
+
+    from mdc.sweep.run import run_sweep
+    from mdc.sweep.table import terminal_tables
+
+    try:
+        table, failures = run_sweep(plan, file, lambda text: typer.echo(text, err=True))
+    except (KeyboardInterrupt, Terminated) as stop:
+        typer.echo(f"error: sweep {plan.name} was told to end; run the same command to continue", err=True)
+        raise typer.Exit(130 if isinstance(stop, KeyboardInterrupt) else 143) from None
+    console = Console()
+    for shown in terminal_tables(table):
+        console.print(shown)
+    console.print(f"Tables: {plan.outputs / 'table.md'}, .csv and .json", soft_wrap=True)
+    if failures:
+        raise TrainingFailed("; ".join(failures))
+
+
+@app.command()
 def results(params: ParamsFile = Path("params.yaml")) -> None:
     """Show the scores as a table, and where the report is."""
     from rich.console import Console

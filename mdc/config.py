@@ -5,7 +5,10 @@ for both. Types are strict: a quoted "0.1" is not a number and an unknown key is
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -394,6 +397,110 @@ def load_params(path: str | Path = "params.yaml", changes: Mapping[str, Any] | N
         return Params.model_validate(merge(read_yaml(path), changes or {}))
     except ValidationError as error:
         raise UserError(describe(error, str(path), Params)) from None
+
+
+Changes = dict[str, dict[str, Any]]  # sections of values, put over those of the parameter file
+
+SWEPT = ("pretrain", "extract", "evaluate", "compute", "tracking")  # what cells of a sweep may change
+UNNAMED = "base"  # the cell of a sweep that varies nothing but the seed
+
+
+class Sweep(Section):
+    """The file that `mdc sweep` reads: every one of `cells`, with every combination of `grid`, for every seed."""
+
+    base: Changes = {}  # for all cells
+    variants: dict[str, Changes] = {}  # by name: over `base`, where the variant is asked for
+    cells: dict[str, Changes] = {}  # by name
+    grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}  # by parameter, as `pretrain.objective`
+    seeds: list[Annotated[int, Field(ge=0)]] = Field([0], min_length=1)  # values of pretrain.seed
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One training of a sweep, and what follows it. params: its outputs and runs lie in folders of its own."""
+
+    cell: str
+    seed: int
+    params: Params
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """All runs of a sweep, cell by cell. outputs, work: its folders."""
+
+    name: str
+    outputs: Path
+    work: Path
+    runs: list[SweepRun]
+
+
+def load_sweep(path: Path, params_path: Path, variant: str = "") -> SweepPlan:
+    """Read and check a sweep, every one of its runs included.
+
+    params_path: the parameter file that it starts from. variant: one of the file's variants, "" for none. Raises
+    UserError with one line per mistake.
+    """
+    start, tree = load_params(params_path), read_yaml(params_path)
+    try:
+        sweep = Sweep.model_validate(read_yaml(path))
+    except ValidationError as error:
+        raise UserError(describe(error, str(path), Sweep)) from None
+    common = merge(sweep.base, choose("variant", variant, sweep.variants)) if variant else sweep.base
+    if len(set(sweep.seeds)) < len(sweep.seeds):
+        raise UserError(f"{path}: seeds {sweep.seeds} holds one twice")
+    name = f"{path.stem}-{variant}" if variant else path.stem
+    outputs, work = (Path(folder) / "sweeps" / name for folder in (start.paths.outputs, start.paths.runs))
+    runs: list[SweepRun] = []
+    folders: dict[str, str] = {}
+    for cell, changes in _sweep_cells(path, sweep):
+        folder = re.sub(r"[^\w.=+]+", "-", cell).strip("-.")
+        if not folder or folder in folders:
+            raise UserError(f"{path}: cell {cell!r} and {folders.get(folder, '')!r} would share a folder; rename one")
+        folders[folder] = cell
+        changed = merge(common, changes)
+        _check_swept(f"{path}, cell {cell}", changed)
+        for seed in sweep.seeds:
+            own = {
+                "pretrain": {"seed": seed},
+                "paths": {
+                    "outputs": str(outputs / folder / f"seed-{seed}"),
+                    "runs": str(work / folder / f"seed-{seed}"),
+                },
+                "tracking": {"run_name": f"{name}: {cell}, seed {seed}"},
+            }
+            try:
+                params = Params.model_validate(merge(merge(tree, changed), own))
+            except ValidationError as error:
+                raise UserError(describe(error, f"{path}, cell {cell}", Params)) from None
+            runs.append(SweepRun(cell, seed, params))
+    return SweepPlan(name, outputs, work, runs)
+
+
+def _sweep_cells(path: Path, sweep: Sweep) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Names and changes of all cells, without seeds."""
+    for key in sweep.grid:
+        if key.count(".") != 1:
+            raise UserError(f"{path}: grid key {key!r} must name a section and a parameter, as `pretrain.objective`")
+    nothing: Changes = {}
+    for (name, changes), values in product(sweep.cells.items() or [("", nothing)], product(*sweep.grid.values())):
+        changed: Mapping[str, Any] = changes
+        names = [name] if name else []
+        for key, value in zip(sweep.grid, values, strict=True):
+            section, parameter = key.split(".")
+            changed = merge(changed, {section: {parameter: value}})
+            names.append(f"{parameter}={value}")
+        yield ", ".join(names) or UNNAMED, changed
+
+
+def _check_swept(place: str, changes: Mapping[str, Any]) -> None:
+    for section in changes:
+        if section in Params.model_fields and section not in SWEPT:
+            raise UserError(
+                f"{place}: {section} cannot be changed by a sweep, which runs on shards that exist; "
+                f"change it in the parameter file. Sections that can: {', '.join(SWEPT)}"
+            )
+    if "seed" in changes.get("pretrain", {}):
+        raise UserError(f"{place}: pretrain.seed is set by `seeds`; list the values there")
 
 
 def partial(model: type[Section]) -> type[Section]:

@@ -93,6 +93,12 @@ def test_no_results_yet(project: Path) -> None:
     assert "run `mdc stage evaluate`" in refused(mdc("results", cwd=project))
 
 
+def test_a_sweep_with_a_mistake(project: Path) -> None:
+    assert "wrong.yaml does not exist" in refused(mdc("sweep", "wrong.yaml", cwd=project))
+    (project / "wrong.yaml").write_text("seed: [0]\n")
+    assert "unknown parameter seed (did you mean 'seeds'?)" in refused(mdc("sweep", "wrong.yaml", cwd=project))
+
+
 SLOW_STAGE = """
 import sys, time
 from pathlib import Path

@@ -30,7 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "report": LEAVES | {"data"},
     "api": LEAVES | {"data", "generate", "model", "objectives", "train.checkpoint", "train.tracking"},
     "stages": LEAVES | {"data", "eval", "generate", "report", "train"},
-    "cli": LEAVES | {"api", "data", "report", "stages"},
+    "sweep": LEAVES | {"eval.measures", "stages", "train.tracking", "train.work"},
+    "cli": LEAVES | {"api", "data", "report", "stages", "sweep"},
     "__init__": {"api"},
 }
 # modules that only one place may import

@@ -259,13 +259,13 @@ class Tracker:
         self.client = _client(self.params.tracking)
         experiment_id = _experiment(self.client, self.params.tracking)
         run = self._known_run()
+        parent = {PARENT: self.params.tracking.parent_run} if self.params.tracking.parent_run else {}
         if run is None:
             pretrain, tracking = self.params.pretrain, self.params.tracking
             name = tracking.run_name or f"{pretrain.objective}-{pretrain.preset}"
-            run = self.client.create_run(experiment_id, run_name=name, tags=_process_tags())
+            run = self.client.create_run(experiment_id, run_name=name, tags={**_process_tags(), **parent})
             self.run_id = run.info.run_id
         self.client.update_run(run.info.run_id, status="RUNNING")
-        parent = {PARENT: self.params.tracking.parent_run} if self.params.tracking.parent_run else {}
         for key, value in {**_process_tags(), **parent, **self.tags}.items():
             self.client.set_tag(run.info.run_id, key, value)
         _close_stale_runs(self.client, experiment_id)

@@ -1,0 +1,1 @@
+"""Many trainings that differ in a few parameters, side by side."""
