@@ -29,6 +29,7 @@ OF_THE_SAMPLE = {
     "download": {"uid_column", "label_column", "group_column"},
     "evaluate": {"swaps"},
     "report": {"title", "credit"},
+    "caption": {"test_share"},
 }
 
 
