@@ -1,6 +1,7 @@
 """What is said of a trained model, from its frozen features and its scores, in files for report and tracking.
 
 metrics.json        numbers alone, nested, for comparison between runs
+headline.json       the few of them that fit on a screen
 probe.json          linear probes on the trained features and their floors
 compositional.json  captions against foils, with the blind control
 captions.json       what the model writes for test pictures, and how close it comes to their captions
@@ -30,7 +31,7 @@ from mdc.eval.features import Features, Viewer, read_features
 from mdc.eval.index import measure_recall
 from mdc.files import MANIFEST, read_manifest, sha256, whole_folder, write_json, write_manifest
 from mdc.generate.samplers import SAMPLERS
-from mdc.objectives.scoring import default_scorer
+from mdc.objectives.scoring import SCORERS, default_scorer
 from mdc.train.checkpoint import LoadedModel, load_model
 
 SPLITS = {
@@ -67,8 +68,10 @@ def evaluate(params: Params, shards: Path, model: Path, features: Path, output: 
     index = {"recall_at_10": measure_recall(found.index, found.arrays["model"])}
     viewer = Viewer(loaded, shards, ("test",), device)
     scores, captioned = _caption_scores(p, found, loaded, viewer, params.extract.batch_size)
+    metrics = {**classified, "compositional": compared, **captioned, "index": index}
     parts = {
-        "metrics": {**classified, "compositional": compared, **captioned, "index": index},
+        "metrics": metrics,
+        "headline": _headline(metrics),
         "probe": probe,
         "compositional": pairs,
         "captions": {**_captions(p, found, loaded, viewer, uids), **scores},
@@ -86,6 +89,18 @@ def evaluate(params: Params, shards: Path, model: Path, features: Path, output: 
         counts = {"rows": len(found.samples), "pairs": sum(rule["pairs"] for rule in pairs["rules"])}
         notes = {name: part["note"] for name, part in parts.items() if "note" in part}
         write_manifest(temporary, inputs, counts, notes=notes, fingerprint=loaded.fingerprint)
+
+
+def _headline(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The probe beside its floors, and the fair pairs beside their control: what `dvc metrics show` shows in a row."""
+    pairs = metrics["compositional"].get(compositional.ALL, {})
+    return {
+        "probe": {
+            name: {measure: row[measure] for measure in ("accuracy", "balanced_accuracy")}
+            for name, row in metrics.get("probe", {}).items()
+        },
+        "pairs": {name: value for name, value in pairs.items() if name in (*SCORERS, "blind", "pmi")},
+    }
 
 
 def _rounded(value: Any) -> Any:

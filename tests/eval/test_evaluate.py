@@ -21,7 +21,7 @@ from mdc.files import read_json, read_manifest
 from mdc.objectives.scoring import Scores
 from mdc.train.checkpoint import load_model
 
-PARTS = ("metrics", "probe", "compositional", "captions", "neighbours")
+PARTS = ("metrics", "headline", "probe", "compositional", "captions", "neighbours")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,15 @@ def test_metrics_are_numbers_alone(evaluated: dict[str, Any]) -> None:
     assert all(type(leaf) in (int, float) for leaf in leaves(evaluated["metrics"]))
     assert set(evaluated["metrics"]) == {"probe", "knn", "compositional", "captioning", "index"}
     assert evaluated["metrics"]["index"]["recall_at_10"] == 1
+
+
+def test_the_headline_repeats_metrics(evaluated: dict[str, Any]) -> None:
+    headline, metrics = evaluated["headline"], evaluated["metrics"]
+    assert set(headline["probe"]) == {"model", "untrained", "pixels", "majority"}
+    for name, row in headline["probe"].items():
+        assert row == {measure: metrics["probe"][name][measure] for measure in ("accuracy", "balanced_accuracy")}
+    pairs = metrics["compositional"]["all"]
+    assert headline["pairs"] == {name: pairs[name] for name in ("mc", "blind", "pmi")}
 
 
 def test_bytes_repeat(
