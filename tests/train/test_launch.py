@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -39,6 +39,14 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return arrange
+
+
+@pytest.fixture
+def no_child_left() -> Iterator[None]:
+    """Every process that the test started has ended with it; helpers of earlier tests may live on."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert not set(psutil.Process().children(recursive=True)) - before
 
 
 def status(params: Params, run_id: str) -> str:
@@ -76,6 +84,7 @@ def test_contrastive_ranks_share_their_negatives(
         assert row == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.usefixtures("no_child_left")
 def test_a_failing_rank_ends_all_and_is_named(
     tmp_path: Path,
     shards: Path,
@@ -90,7 +99,6 @@ def test_a_failing_rank_ends_all_and_is_named(
     output = capfd.readouterr().err
     assert output.count("Traceback") == 1, "the first failure, without what followed from it"
     assert "faulty.py" in output
-    assert not psutil.Process().children(recursive=True)
 
 
 def test_a_killed_rank_ends_all_and_its_run_is_marked(
@@ -105,6 +113,7 @@ def test_a_killed_rank_ends_all_and_its_run_is_marked(
     assert run["status"] == status(params, run["run_id"]) == "FAILED"
 
 
+@pytest.mark.usefixtures("no_child_left")
 def test_a_silent_rank_is_given_up_after_the_timeout(
     tmp_path: Path,
     shards: Path,
@@ -117,7 +126,6 @@ def test_a_silent_rank_is_given_up_after_the_timeout(
     params = small_params(compute={"processes": 2, "rank_timeout": 3.0})
     with pytest.raises(launch.TrainingFailed, match=r"rank 0 .*another rank was silent for compute.rank_timeout = 3 s"):
         launch.pretrain(params, shards, tmp_path / "model", tmp_path / "runs")
-    assert not psutil.Process().children(recursive=True)
 
 
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, shards: Path, small_params: MakeParams) -> None:
