@@ -12,9 +12,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -36,6 +38,22 @@ def end_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+@cache
+def end_when_orphaned(every_s: float = 1.0) -> None:
+    """As `end_with_parent`, for a process that a thread of its parent may have started; once per process.
+
+    The kernel's signal comes when that thread ends, not the parent. So a thread here looks who the parent is.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(every_s)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def tied(command: Sequence[str]) -> list[str]:

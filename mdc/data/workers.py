@@ -29,7 +29,7 @@ from mdc.data.fetch import FetchFailed, Limits, fetch
 from mdc.data.images import Rejected, StoredImage, store
 from mdc.data.parts import DIGITS, PartWriter
 from mdc.errors import UserError
-from mdc.processes import end_with_parent
+from mdc.processes import end_when_orphaned
 
 OPT_OUT = ("noai", "noimageai", "noindex", "noimageindex")  # img2dataset's own default
 PLANNED = ("uid", "label", "group")  # columns that travel beside URL and caption
@@ -66,7 +66,7 @@ class Worker(Downloader):
         self.limits = limits
 
     def __call__(self, row: tuple[int, str]) -> tuple[bool, tuple[int, str]]:
-        end_with_parent()
+        end_when_orphaned()  # the pool starts its later workers from a thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
         img2dataset.downloader.download_image_with_retry = partial(fetch_row, limits=self.limits)
         self.download_shard(row)

@@ -122,6 +122,16 @@ download(params, ComputeParams(download_threads=8), Path(sys.argv[2]), Path(sys.
 """
 
 
+def test_a_list_of_many_parts_comes_to_its_end(
+    tmp_path: Path, undisturbed: Path, server: Any, forty: DownloadParams
+) -> None:
+    """A worker is replaced after five parts; the later ones must not end before the pool does."""
+    params = forty.model_copy(update={"samples_per_shard": 3}).model_dump_json()
+    output = tmp_path / "downloaded"
+    subprocess.run([sys.executable, "-c", SCRIPT, params, str(tmp_path / "work"), str(output)], check=True, timeout=90)
+    assert read_metadata(output).sort_by("uid").equals(read_metadata(undisturbed).sort_by("uid"))
+
+
 def test_a_kill_loses_nothing_and_repeats_nothing(
     tmp_path: Path, undisturbed: Path, server: Any, forty: DownloadParams, files_of: Callable
 ) -> None:
