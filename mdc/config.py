@@ -43,6 +43,16 @@ class PathParams(Section):
     outputs: str = "outputs"  # model, features, scores, report
     runs: str = "runs"  # checkpoints of trainings under way; not versioned
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        made = [Path(self.data) / name for name in ("downloaded", "captions", "shards")]
+        made += [Path(self.outputs) / name for name in ("model", "features", "evaluation", "report")]
+        for name, root in self:
+            for folder in map(Path.absolute, made):
+                if Path(root).absolute().is_relative_to(folder):
+                    raise ValueError(f"{name} {root} lies in {folder}, which a stage replaces; take another folder")
+        return self
+
 
 class DownloadParams(Section):
     """From a list of URLs to images stored at training size."""
@@ -367,7 +377,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist; give the parameter file with --params") from None
+        raise UserError(
+            f"{path} does not exist; run this in the project's folder, or name the file (mdc ... --params FILE)"
+        ) from None
     except (YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
     if tree is None:

@@ -12,6 +12,7 @@ from typing import Any
 from mdc.errors import UserError
 
 MANIFEST = "manifest.json"
+READ_UP_TO = 10 * 2**30  # bytes; more would keep a stage waiting for minutes
 
 
 def sha256(path: Path) -> str:
@@ -94,9 +95,33 @@ def write_manifest(folder: Path, inputs: Mapping[str, Any], counts: Mapping[str,
     return manifest
 
 
+def damage(folder: Path) -> str:
+    """What is wrong with a folder that has a manifest; "" if every file is as it was written.
+
+    Sizes are compared always, contents in folders of up to `READ_UP_TO` bytes.
+    """
+    try:
+        recorded = read_json(folder / MANIFEST)["files"]
+        read = sum(entry["bytes"] for entry in recorded.values()) <= READ_UP_TO
+        for name, entry in recorded.items():
+            size = (folder / name).stat().st_size
+            if size != entry["bytes"]:
+                return f"{name} has {size} bytes, not {entry['bytes']}"
+            if read and sha256(folder / name) != entry["sha256"]:
+                return f"{name} is not what was written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST} cannot be read: {error!r}"
+    return ""
+
+
 def read_manifest(folder: Path, made_by: str) -> dict[str, Any]:
     """The manifest of an earlier stage, or an error that says which stage to run."""
     path = folder / MANIFEST
     if not path.is_file():
         raise UserError(f"{path} is not there, so stage {made_by!r} has not finished; run `mdc stage {made_by}`")
-    return read_json(path)
+    try:
+        return read_json(path)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); remove {folder} and run `mdc stage {made_by}`") from None

@@ -12,7 +12,8 @@ from typing import Any
 
 from mdc.config import STAGES as NAMES
 from mdc.config import Params, PathParams, choose
-from mdc.files import MANIFEST, fingerprint, read_json, read_manifest, sha256
+from mdc.errors import UserError
+from mdc.files import MANIFEST, damage, fingerprint, read_json, read_manifest, sha256
 from mdc.processes import end_children, only_writer, raise_on_sigterm
 
 LOCK_PATIENCE_S = 5.0
@@ -111,18 +112,39 @@ class Stage:
 
     run: Callable[[Params, Folders], None]
     output: Callable[[Folders], Path]  # the one folder it makes
+    reads: tuple[str, ...] = ()  # the stages whose folders it reads
 
 
 STAGES: dict[str, Stage] = {
     "download": Stage(_download, lambda at: at.downloaded),
-    "caption": Stage(_caption, lambda at: at.captions),
-    "shard": Stage(_shard, lambda at: at.shards),
-    "pretrain": Stage(_pretrain, lambda at: at.model),
-    "extract": Stage(_extract, lambda at: at.features),
-    "evaluate": Stage(_evaluate, lambda at: at.evaluation),
-    "report": Stage(_report, lambda at: at.report),
+    "caption": Stage(_caption, lambda at: at.captions, ("download",)),
+    "shard": Stage(_shard, lambda at: at.shards, ("download", "caption")),
+    "pretrain": Stage(_pretrain, lambda at: at.model, ("shard",)),
+    "extract": Stage(_extract, lambda at: at.features, ("shard", "pretrain")),
+    "evaluate": Stage(_evaluate, lambda at: at.evaluation, ("shard", "pretrain", "extract")),
+    "report": Stage(_report, lambda at: at.report, ("download", "caption", "shard", "pretrain", "extract", "evaluate")),
 }
 assert tuple(STAGES) == NAMES
+
+
+def _check_inputs(stage: Stage, at: Folders) -> None:
+    """Raise UserError where a folder that the stage reads is missing or is not as it was written."""
+    for name in stage.reads:
+        folder = STAGES[name].output(at)
+        read_manifest(folder, made_by=name)
+        if problem := damage(folder):
+            raise UserError(
+                f"{folder} is damaged: {problem}; bring it back with `dvc checkout`, or run `mdc stage {name}`"
+            )
+
+
+def _check_output(output: Path) -> None:
+    """Raise UserError where a stage would replace files that are not its own."""
+    if output.is_dir() and not (output / MANIFEST).is_file() and (foreign := sorted(output.iterdir())):
+        raise UserError(
+            f"{output} holds files that no stage made, such as {foreign[0].name}, and would be replaced; move them, "
+            "or set paths.data or paths.outputs to another folder"
+        )
 
 
 def run_stage(name: str, params: Params) -> Path:
@@ -136,6 +158,8 @@ def run_stage(name: str, params: Params) -> Path:
     at = Folders.of(params.paths)
     output = stage.output(at)
     with raise_on_sigterm(), only_writer(at.runs / f"{name}.lock", str(output), LOCK_PATIENCE_S):
+        _check_output(output)
+        _check_inputs(stage, at)
         try:
             stage.run(params, at)
         except BaseException:

@@ -106,6 +106,10 @@ class TestNumbers:
 
 
 class TestMistakes:
+    @pytest.mark.parametrize("paths", ["{outputs: data/shards}", "{data: d, runs: d/captions/x}"])
+    def test_a_path_in_what_a_stage_replaces(self, tmp_path: Path, paths: str) -> None:
+        assert "which a stage replaces" in refusal(tmp_path, f"paths: {paths}")
+
     def test_a_misspelt_key_names_the_close_one(self, tmp_path: Path) -> None:
         message = refusal(tmp_path, "pretrain:\n  learing_rate: 1e-4\n  weight_deca: 0.1\n")
         assert "unknown parameter pretrain.learing_rate" in message
@@ -146,7 +150,7 @@ class TestMistakes:
             load_params(tmp_path / "params.yaml")
 
     def test_no_file(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="does not exist; give the parameter file with --params"):
+        with pytest.raises(UserError, match="does not exist; run this in the project's folder"):
             load_params(tmp_path / "nowhere.yaml")
 
     def test_an_empty_file_is_all_defaults(self, tmp_path: Path) -> None:

@@ -69,6 +69,35 @@ def test_the_list_is_known_by_its_content(tmp_path: Path) -> None:
     assert stages._content(tmp_path / "nowhere") == {}
 
 
+def test_files_that_no_stage_made_are_not_replaced(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_shard(monkeypatch, make)
+    Path("data/shards").mkdir(parents=True)
+    Path("data/shards/thesis.tex").write_text("precious")
+    with pytest.raises(UserError, match=r"data/shards holds files that no stage made, such as thesis.tex"):
+        run_stage("shard", params)
+    assert Path("data/shards/thesis.tex").read_text() == "precious"
+
+
+@pytest.mark.parametrize("content", ["Whole", "who", None])
+def test_damaged_input_is_named(params: Params, monkeypatch: pytest.MonkeyPatch, content: str | None) -> None:
+    replace_shard(monkeypatch, make)
+    run_stage("shard", params)
+    if content is None:
+        Path("data/shards/a.txt").unlink()
+    else:
+        Path("data/shards/a.txt").write_text(content)
+    with pytest.raises(UserError, match=r"data/shards is damaged: a.txt .*run `mdc stage shard`"):
+        run_stage("pretrain", params)
+
+
+def test_an_unreadable_manifest_is_named(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_shard(monkeypatch, make)
+    run_stage("shard", params)
+    Path("data/shards/manifest.json").write_text("{broken")
+    with pytest.raises(UserError, match=r"data/shards/manifest.json is damaged"):
+        run_stage("pretrain", params)
+
+
 def test_a_stage_returns_the_folder_it_made(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_shard(monkeypatch, make)
     assert run_stage("shard", params) == Path("data/shards")

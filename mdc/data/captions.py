@@ -88,7 +88,8 @@ def _check_splits(rows: pd.DataFrame, params: CaptionParams) -> None:
         if shares.get(split, 1) > 0 and not (rows["kept"] & (rows["split"] == split)).any():
             groups = rows.loc[rows["kept"], "group"].nunique()
             raise UserError(
-                f"split {split!r} is empty: {rows['kept'].sum()} captions in {groups} groups do not reach it with "
+                f"split {split!r} is empty: the {rows['kept'].sum()} captions kept of {len(rows)} (dropped: "
+                f"{reasons or 'none'}), in {groups} groups, do not reach it with "
                 f"caption.validation_share {params.validation_share} and caption.test_share {params.test_share}; "
                 "change these, or give more pairs"
             )

@@ -90,6 +90,8 @@ def load_model(folder: Path | str, device: torch.device | str = "cpu") -> Loaded
     """
     folder = Path(folder)
     config = read_config(folder)
+    if (folder / files.MANIFEST).is_file() and (problem := files.damage(folder)):
+        raise UserError(f"{folder} is damaged: {problem}; bring it back with `dvc checkout`, or train again")
     model = initial_model(_without_download(config), seed=0)
     try:
         model.load_state_dict(load_file(folder / WEIGHTS), strict=True)
@@ -111,26 +113,10 @@ def step_folders(work: Path) -> list[Path]:
     return sorted((folder for folder in work.glob("step-*") if folder.is_dir()), reverse=True)
 
 
-def damage(folder: Path) -> str:
-    """What is wrong with a checkpoint of a training under way; "" if every file is as it was written."""
-    try:
-        recorded = files.read_json(folder / files.MANIFEST)["files"]
-        for name, entry in recorded.items():
-            if (folder / name).stat().st_size != entry["bytes"]:
-                return f"{name} has {(folder / name).stat().st_size} bytes, not {entry['bytes']}"
-            if files.sha256(folder / name) != entry["sha256"]:
-                return f"{name} is not what was written"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{files.MANIFEST} cannot be read: {error!r}"
-    return ""
-
-
 def newest_checkpoint(work: Path) -> Path | None:
     """The newest checkpoint in `work` that is whole. Says which ones it passed over; removes nothing."""
     for folder in step_folders(work):
-        problem = damage(folder)
+        problem = files.damage(folder)
         if not problem:
             return folder
         log.warning("checkpoint %s is damaged (%s); taking the one before it", folder, problem)
@@ -157,7 +143,7 @@ def save_checkpoint(
         torch.save(state, temporary / STATE)
         files.write_json(temporary / PROGRESS, progress)
         files.write_manifest(temporary, inputs={}, counts={"steps": step})
-    problem = damage(folder)
+    problem = files.damage(folder)
     if problem:
         raise OSError(f"checkpoint {folder} does not read back as written ({problem}); older ones are kept")
     for old in [other for other in step_folders(work) if other < folder][keep - 1 :]:
