@@ -87,17 +87,20 @@ class Captioner:
     def score(
         self,
         images: Images,
-        captions: Sequence[str] | Sequence[Sequence[str]],
+        captions: str | Sequence[str] | Sequence[Sequence[str]],
         scorer: str | None = None,
         draws: int = 32,
         seed: int = 0,
     ) -> Tensor:
         """How well captions fit images; larger is better.
 
-        captions: one per image gives `[B]`; a list of K per image gives `[B, K]`. All captions see the same random
-        numbers, so that they can be compared. scorer: mc, heuristic or unmask for models that read masked captions,
-        autoregressive, or cosine; None takes the one that fits the model's objective best.
+        captions: one per image gives `[B]`, and so does a string for one image; a list of K per image gives `[B, K]`.
+        All captions see the same random numbers, so that they can be compared. scorer: mc, heuristic or unmask for
+        models that read masked captions, autoregressive, or cosine; None takes the one that fits the model's objective
+        best.
         """
+        if isinstance(captions, str):
+            captions = [captions]
         rows = [[row] if isinstance(row, str) else list(row) for row in captions]
         single = any(isinstance(row, str) for row in captions)
         if len({len(row) for row in rows}) > 1:
@@ -125,6 +128,8 @@ class Captioner:
 
     def fill(self, image: ImageLike | Tensor, template: str, seed: int = 0, **options: Any) -> str:
         """The template with each `[MASK]` replaced by one token that suits the image, as `a [MASK] dog`."""
+        if "[MASK]" not in template:
+            raise UserError(f"template {template!r} has no [MASK] to fill; write one where a word is missing")
         ids = self.tokenizer.encode_template(template)
         made = generate(self.model, self.config, self._patches(image), template=ids, seed=seed, **options)
         return self._texts(made)[0]

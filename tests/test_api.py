@@ -72,6 +72,7 @@ def test_scores_of_pairs_and_of_lists(checkpoints, pictures, objective: str) -> 
     assert lists_BK.shape == (3, 2)
     torch.testing.assert_close(lists_BK[:, 0], pairs_B, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(model.score(pictures[1], CAPTIONS[1:2]), pairs_B[1:2], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(model.score(pictures[1], CAPTIONS[1]), pairs_B[1:2], atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("objective", ["mdc", "cappa"])
@@ -108,6 +109,8 @@ def test_mistakes_are_named_with_their_fix(checkpoints, model, pictures, tmp_pat
         model.encode(torch.full((1, 3, 20, 20), 200.0))
     with pytest.raises(UserError, match=r"2 captions .* for 3 images"):
         model.score(pictures, CAPTIONS[:2])
+    with pytest.raises(UserError, match=r"has no \[MASK\] to fill"):
+        model.fill(pictures[0], "a dog")
     with pytest.raises(UserError, match="has 13 tokens, the model takes 8"):
         model.score(pictures[:1], ["a " * 12])
     with pytest.raises(UserError, match="compares captions but writes none"):
