@@ -12,7 +12,7 @@ from mdc.data.loader import ShardDataset
 from mdc.data.transforms import eval_images
 from mdc.errors import UserError
 from mdc.eval.features import Viewer, as_float16, extract_features, read_features
-from mdc.files import read_json
+from mdc.files import read_json, write_manifest
 from mdc.train.checkpoint import load_model
 
 
@@ -83,9 +83,20 @@ def test_a_diverged_model_writes_nothing(
     broken = make_model(tmp_path / "model", shards)
     weights = load_file(broken / "model.safetensors")
     save_file({name: weight * torch.nan for name, weight in weights.items()}, broken / "model.safetensors")
+    write_manifest(broken, {}, {})  # as a training that ended like this would
     with pytest.raises(UserError, match="not finite"):
         extract_features(params(), shards, broken, tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_damaged_model_is_not_used(
+    params: Callable[..., Params], make_model: Callable[..., Path], shards: Path, tmp_path: Path
+) -> None:
+    broken = make_model(tmp_path / "model", shards)
+    weights = load_file(broken / "model.safetensors")
+    save_file({name: weight + 1 for name, weight in weights.items()}, broken / "model.safetensors")
+    with pytest.raises(UserError, match=r"model is damaged: model.safetensors is not what was written"):
+        extract_features(params(), shards, broken, tmp_path / "out")
 
 
 def test_viewer_reads_pictures_of_any_split(shards: Path, model: Path) -> None:
