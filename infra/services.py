@@ -44,6 +44,8 @@ def start() -> None:
     if running := _recorded():
         raise UserError(f"services run already ({', '.join(running)}); `make stop` ends them")
     ports = {variable: _free_port(variable) for variable in PORTS}
+    if len(set(ports.values())) < len(ports):
+        raise UserError(f"{' and '.join(ports)} are both {ports['MLFLOW_PORT']}; give each service a port of its own")
     api = f"http://{HOST}:{ports['PREFECT_PORT']}/api"
     os.environ["PREFECT_API_URL"] = api
     FOLDER.mkdir(exist_ok=True)

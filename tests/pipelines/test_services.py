@@ -67,6 +67,16 @@ def test_a_port_that_is_none(project: Path, port: str) -> None:
     )
 
 
+def test_one_port_for_two_services(project: Path) -> None:
+    port = free_port()
+    done = services("start", PREFECT_PORT=port, MLFLOW_PORT=port)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"error: PREFECT_PORT and MLFLOW_PORT are both {port}; give each service a port of its own\n"
+    )
+    assert not Path(".services").exists()
+
+
 def test_stopping_what_does_not_run_is_no_error(project: Path) -> None:
     assert services("stop").returncode == 0
 
