@@ -95,14 +95,14 @@ def write_manifest(folder: Path, inputs: Mapping[str, Any], counts: Mapping[str,
     return manifest
 
 
-def damage(folder: Path) -> str:
+def damage(folder: Path, read_up_to: float = READ_UP_TO) -> str:
     """What is wrong with a folder that has a manifest; "" if every file is as it was written.
 
-    Sizes are compared always, contents in folders of up to `READ_UP_TO` bytes.
+    Sizes are compared always, contents in folders of up to `read_up_to` bytes.
     """
     try:
         recorded = read_json(folder / MANIFEST)["files"]
-        read = sum(entry["bytes"] for entry in recorded.values()) <= READ_UP_TO
+        read = sum(entry["bytes"] for entry in recorded.values()) <= read_up_to
         for name, entry in recorded.items():
             size = (folder / name).stat().st_size
             if size != entry["bytes"]:

@@ -8,6 +8,7 @@ tokenizer.json      the tokenizer that the captions were made with
 import logging
 import shutil
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def step_folders(work: Path) -> list[Path]:
 def newest_checkpoint(work: Path) -> Path | None:
     """The newest checkpoint in `work` that is whole. Says which ones it passed over; removes nothing."""
     for folder in step_folders(work):
-        problem = files.damage(folder)
+        problem = files.damage(folder, read_up_to=inf)
         if not problem:
             return folder
         log.warning("checkpoint %s is damaged (%s); taking the one before it", folder, problem)
@@ -143,7 +144,7 @@ def save_checkpoint(
         torch.save(state, temporary / STATE)
         files.write_json(temporary / PROGRESS, progress)
         files.write_manifest(temporary, inputs={}, counts={"steps": step})
-    problem = files.damage(folder)
+    problem = files.damage(folder, read_up_to=inf)
     if problem:
         raise OSError(f"checkpoint {folder} does not read back as written ({problem}); older ones are kept")
     for old in [other for other in step_folders(work) if other < folder][keep - 1 :]:

@@ -38,7 +38,6 @@ from mdc.train.work import BOOKKEEPING, COST, FAILURE, RUN, work_folder
 log = logging.getLogger(__name__)
 
 VALIDATION_BATCH = 256  # images; a constant, since masks are drawn per batch
-CHECKSUM_BYTES = 10 * 2**30  # of shards that are read in full before the first step
 STOP_PATIENCE_S = 10.0  # for tracking when a training does not end well: its launcher waits
 COLUMNS = ("step", "images", "train_loss", "validation_loss", "lr")
 
@@ -392,7 +391,7 @@ def _prepare(work: Path, failure: Path) -> None:
 def _check(shards: Path) -> None:
     """Compare the shards with their index; their contents too, where that takes no longer than seconds."""
     records = [record for split in read_index(shards)["splits"].values() for record in split]
-    verify_shards(shards, contents=sum(record["bytes"] for record in records) <= CHECKSUM_BYTES)
+    verify_shards(shards, contents=sum(record["bytes"] for record in records) <= files.READ_UP_TO)
 
 
 def train(params: Params, shards: Path, output: Path, runs: Path, launched: bool = False) -> None:
