@@ -158,6 +158,7 @@ class PretrainParams(Section):
     validation_images: int = Field(5_000, ge=1)  # at most, the first of the validation split
     checkpoint_every: int = Field(500, ge=1)  # steps
     keep_checkpoints: int = Field(2, ge=1)
+    skip_nonfinite: int = Field(0, ge=0)  # updates without a finite loss that a training may leave out; 0 = stop
 
     @model_validator(mode="before")
     @classmethod
@@ -252,6 +253,8 @@ class ComputeParams(Section):
     processes: int = Field(1, ge=1)  # ranks that torchrun starts on this machine
     workers: int = Field(1, ge=0)  # loader processes per rank
     rank_timeout: float = Field(300.0, gt=0)  # seconds that ranks wait for a silent one before all of them fail
+    preflight: bool = True  # look at shards, memory, disk and tracking before the first step
+    peak_tflops: float = Field(0.0, ge=0)  # of one device in the precision used, 1e12/s; 0 = looked up, or measured
     download_processes: int = Field(1, ge=1)
     download_threads: int = Field(32, ge=1)  # per process
 
