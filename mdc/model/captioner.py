@@ -36,6 +36,10 @@ class Captioner(nn.Module):
         )
         self.null_D = nn.Parameter(torch.zeros(self.encoder.width)) if pretrain.image_drop > 0 else None
 
+    def blocks(self) -> list[nn.Module]:
+        """The layers that can be sharded, recomputed or compiled one by one, in order."""
+        return [*self.encoder.blocks(), *self.decoder.blocks]
+
     def encode(self, images_BCHW: Tensor) -> Tensor:
         """Patch features `[B, P, D]` of normalised images."""
         return self.encoder(images_BCHW)
@@ -57,7 +61,7 @@ class Captioner(nn.Module):
         if dropped_B is not None:
             assert self.null_D is not None, "images are dropped only where image_drop is above 0"
             patches_BPD = torch.where(dropped_B[:, None, None], self.null_D.to(patches_BPD.dtype), patches_BPD)
-        hidden_BLD = self.decoder(tokens_BL, self.decoder.keys(patches_BPD), mask, is_causal)
+        hidden_BLD = self.decoder(tokens_BL, patches_BPD, mask, is_causal)
         return self.decoder.logits(hidden_BLD.flatten(0, 1).index_select(0, positions_N))
 
     def null_keys(self) -> list[KeyValue] | None:

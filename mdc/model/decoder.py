@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 KeyValue = tuple[Tensor, Tensor]  # k_BHLd, v_BHLd
+Memory = Tensor | list[KeyValue]  # patches_MPD, or what `Decoder.keys` makes of them
 
 INIT_STD = 0.02  # GPT-2's
 
@@ -108,14 +109,16 @@ class Block(nn.Module):
     def forward(
         self,
         x_BLD: Tensor,
-        keys: KeyValue | None,
+        memory: Tensor | KeyValue | None,
         mask: Tensor | None,
         is_causal: bool,
         past: KeyValue | None,
     ) -> tuple[Tensor, KeyValue]:
+        """memory: patches_MPD, or this block's keys and values of them."""
         mixed_BLD, present = self.self_attention(self.norm_self(x_BLD), mask, is_causal, past)
         x_BLD = x_BLD + mixed_BLD
-        if keys is not None:
+        if memory is not None:
+            keys = self.cross_attention.keys(memory) if isinstance(memory, Tensor) else memory
             x_BLD = x_BLD + self.cross_attention(self.norm_cross(x_BLD), keys)
         return x_BLD + self.down(F.gelu(self.up(self.norm_mlp(x_BLD)))), present
 
@@ -160,21 +163,23 @@ class Decoder(nn.Module):
                 nn.init.normal_(parameter, std=INIT_STD / branches**0.5 if residual else INIT_STD)
 
     def keys(self, patches_MPD: Tensor) -> list[KeyValue]:
-        """The cross-attention keys and values of M images, layer by layer."""
+        """The cross-attention keys and values of M images, layer by layer, for a memory that is read many times."""
         return [block.cross_attention.keys(patches_MPD) for block in self.blocks]  # type: ignore[union-attr,operator]
 
     def forward(
         self,
         tokens_BL: Tensor,
-        keys: list[KeyValue] | None,
+        memory: Memory | None,
         mask: Tensor | None = None,
         is_causal: bool = False,
         cache: Cache | None = None,
     ) -> Tensor:
         """Hidden states `[B, L, D]` after the final norm.
 
-        keys: from `keys`, of M images with B = M x R. mask, is_causal: from `attention_mask`. cache: the tokens given
-        follow the cached ones, one at a time, and are added to it.
+        memory: the patches of M images with B = M x R, or what `keys` gives for them. mask, is_causal: from
+        `attention_mask`. cache: the tokens given follow the cached ones, one at a time, and are added to it.
+
+        Every parameter of a block is used within the block's own forward: it is sharded, recomputed or compiled alone.
         """
         first = 0 if cache is None else cache.length
         x_BLD = self.embed(tokens_BL) + self.positions_LD[first : first + tokens_BL.shape[1]]
@@ -182,7 +187,7 @@ class Decoder(nn.Module):
         presents = []
         for i, block in enumerate(self.blocks):
             past = pasts[i] if pasts else None
-            x_BLD, present = block(x_BLD, None if keys is None else keys[i], mask, is_causal, past)
+            x_BLD, present = block(x_BLD, memory[i] if isinstance(memory, list) else memory, mask, is_causal, past)
             presents.append(present)
         if cache is not None:
             cache.layers, cache.length = presents, first + tokens_BL.shape[1]

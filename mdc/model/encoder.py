@@ -32,6 +32,10 @@ class Encoder(nn.Module):
         self.patches = int(vit.patch_embed.num_patches)  # type: ignore[union-attr,arg-type]
         self.prefix = int(vit.num_prefix_tokens)  # type: ignore[arg-type]
 
+    def blocks(self) -> list[nn.Module]:
+        """The layers, where timm keeps them apart, as it does for every plain ViT."""
+        return list(getattr(self.vit, "blocks", nn.Sequential()).children())
+
     def forward(self, images_BCHW: Tensor) -> Tensor:
         features_BPD = self.vit.forward_features(images_BCHW)  # type: ignore[operator]
         return features_BPD[:, self.prefix :] if self.prefix else features_BPD

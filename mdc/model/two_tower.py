@@ -42,8 +42,18 @@ class TwoTower(nn.Module):
         self.text_projection = nn.Linear(pretrain.decoder_width, pretrain.embed_dim, bias=False)
         for projection in (self.image_projection, self.text_projection):
             nn.init.normal_(projection.weight, std=INIT_STD)
-        self.log_scale = nn.Parameter(torch.tensor(math.log(scale)))
-        self.bias = None if bias is None else nn.Parameter(torch.tensor(bias))
+        # one number each, but as vectors: FSDP shards along the first dimension
+        self.log_scale = nn.Parameter(torch.tensor([math.log(scale)]))
+        self.bias = None if bias is None else nn.Parameter(torch.tensor([bias]))
+
+    def blocks(self) -> list[nn.Module]:
+        """The layers that can be sharded, recomputed or compiled one by one, in order."""
+        return [*self.encoder.blocks(), *self.text.blocks]
+
+    @torch.no_grad()
+    def constrain(self) -> None:
+        """Cap the scale, after an update: inside the graph a cap would end its gradient and leave it stuck there."""
+        self.log_scale.clamp_(max=math.log(self.max_scale))
 
     def encode(self, images_BCHW: Tensor) -> Tensor:
         """Patch features `[B, P, D]` of normalised images."""
@@ -55,7 +65,7 @@ class TwoTower(nn.Module):
 
     def text_features(self, tokens_BL: Tensor, last_B: Tensor) -> Tensor:
         """`[B, E]` of length 1. last_B: where each caption ends."""
-        hidden_BLD = self.text(tokens_BL, keys=None, is_causal=True)
+        hidden_BLD = self.text(tokens_BL, memory=None, is_causal=True)
         ends_BD = hidden_BLD[torch.arange(len(last_B), device=last_B.device), last_B]
         return F.normalize(self.text_projection(ends_BD).float(), dim=-1)
 
@@ -63,8 +73,5 @@ class TwoTower(nn.Module):
         self, images_BCHW: Tensor, tokens_BL: Tensor, last_B: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Image features, text features, scale and bias."""
-        if self.training:
-            with torch.no_grad():  # a cap inside the graph would end the scale's gradient and leave it stuck there
-                self.log_scale.clamp_(max=math.log(self.max_scale))
         image_BE = self.image_features(self.encode(images_BCHW))
         return image_BE, self.text_features(tokens_BL, last_B), self.log_scale.exp(), self.bias

@@ -1,4 +1,4 @@
-"""What an objective is: three functions that the trainer and the evaluation call without knowing which one it is.
+"""What an objective is: a few functions that the trainer and the evaluation call without knowing which one it is.
 
 Letters: B batch, C channels, H W image size, L tokens.
 """
@@ -46,8 +46,11 @@ class Objective(ABC):
         """`(sum, count)`, unreduced scalars in float32 on the device of the images.
 
         The loss of an update is the sum over all ranks and micro-batches divided by the count over them. All
-        parameters take part in one call of `model`, so that DistributedDataParallel sees them.
+        parameters take part in one call of `model`, so that DDP and FSDP see them.
         """
+
+    def constrain(self, model: nn.Module) -> None:  # noqa: B027  most models have no limits
+        """Put parameters that have limits back within them; called after every update."""
 
     @abstractmethod
     def score(self, model: nn.Module, images_BCHW: Tensor, tokens_BL: Tensor, seed: int = 0) -> Tensor:

@@ -65,5 +65,9 @@ class Contrastive(Objective):
         features = model(inputs.images_BCHW, inputs.tokens_BL.to(device), last_B.to(device))
         return self.pair_loss(*features), torch.tensor(float(len(last_B)), device=device)
 
+    def constrain(self, model: nn.Module) -> None:
+        assert isinstance(model, TwoTower)
+        model.constrain()
+
     def score(self, model: nn.Module, images_BCHW: Tensor, tokens_BL: Tensor, seed: int = 0) -> Tensor:
         return scoring.score_pairs(model, images_BCHW, tokens_BL, seed)

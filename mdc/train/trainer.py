@@ -100,6 +100,7 @@ class Trainer:
                 norm = scale_and_clip(self.parameters, self.world / sums[1].clamp(min=1), hyper.clip_norm)
                 self.guard.judge(self.done, sums, norm, parts)
                 self.optimizer.step()
+                self.objective.constrain(self.model)
                 self.optimizer.zero_grad(set_to_none=True)
                 self._average()
                 self.done += 1

@@ -36,6 +36,11 @@ def decode(decoder: Decoder, tokens_BL: Tensor, patches_MPD: Tensor, causal: lis
     return decoder(tokens_BL, decoder.keys(patches_MPD), mask, is_causal)
 
 
+def test_patches_give_what_their_keys_give(decoder: Decoder, patches_MPD: Tensor) -> None:
+    tokens_BL = torch.tensor([[5, 6, 7], [9, 8, 7]])
+    assert torch.equal(decoder(tokens_BL, patches_MPD), decoder(tokens_BL, decoder.keys(patches_MPD)))
+
+
 @pytest.mark.parametrize("causal", [[True, True], [True, False]])
 def test_a_causal_row_does_not_see_later_tokens(decoder: Decoder, patches_MPD: Tensor, causal: list[bool]) -> None:
     tokens_BL = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
