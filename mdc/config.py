@@ -141,6 +141,7 @@ class PretrainParams(Section):
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1)  # images per update, over all ranks
     accumulate: int = Field(1, ge=1)  # micro-batches per update
+    block_samples: int = Field(1, ge=1)  # that lie together in a shard and are read at once; 1 = a full shuffle
     lr: float = Field(gt=0)  # peak of AdamW's learning rate
     warmup_steps: int = Field(ge=0)
     weight_decay: float = Field(ge=0)
@@ -157,7 +158,9 @@ class PretrainParams(Section):
     validate_every: int = Field(250, ge=1)  # steps
     validation_images: int = Field(5_000, ge=1)  # at most, the first of the validation split
     checkpoint_every: int = Field(500, ge=1)  # steps
-    keep_checkpoints: int = Field(2, ge=1)
+    checkpoint_minutes: float = Field(0.0, ge=0)  # also after so many minutes without one; 0 = by steps alone
+    keep_checkpoints: int = Field(2, ge=1)  # the newest
+    keep_every: int = Field(0, ge=0)  # steps; such a checkpoint is made and kept for good; 0 = none
     skip_nonfinite: int = Field(0, ge=0)  # updates without a finite loss that a training may leave out; 0 = stop
 
     @model_validator(mode="before")
@@ -248,8 +251,12 @@ class ComputeParams(Section):
     """Where and how the work runs. Changing these does not make finished work stale."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that has it, else fp32
-    compile: bool = False  # torch.compile
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # auto: bf16 on a GPU that has it, else fp32
+    strategy: Literal["ddp", "fsdp"] = "ddp"  # every rank holds the whole model, or a shard of it
+    activation_checkpointing: bool = False  # compute a layer's activations again rather than keep them
+    compile: bool = False  # torch.compile, layer by layer
+    fused_attention: bool = True  # false: plain matrix products and softmax, to compare
+    fused_optimizer: bool = True  # false: AdamW tensor operation by tensor operation, to compare
     processes: int = Field(1, ge=1)  # ranks that torchrun starts on this machine
     workers: int = Field(1, ge=0)  # loader processes per rank
     rank_timeout: float = Field(300.0, gt=0)  # seconds that ranks wait for a silent one before all of them fail

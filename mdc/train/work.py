@@ -13,7 +13,7 @@ RUN = "run.json"  # the MLflow run and its status
 FAILURE = "failure.json"  # the first failure of any rank
 COST = "cost.json"  # beside the folders of trainings: how long the newest finished one took
 # What may change without another loss at any step: such a training is taken up again.
-BOOKKEEPING = {"checkpoint_every", "keep_checkpoints", "skip_nonfinite"}
+BOOKKEEPING = {"checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "keep_every", "skip_nonfinite"}
 
 
 def fingerprint(params: Params, version: str, vocabulary: dict[str, Any]) -> str:
