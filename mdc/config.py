@@ -88,6 +88,25 @@ class CaptionParams(Section):
     min_tokens: int = Field(2, ge=1)  # specials included
     max_tokens: int = Field(12, ge=2)  # specials included
     too_long: Literal["drop", "truncate"] = "drop"
+
+    # how texts are written
+    unicode_form: Literal["", "NFC", "NFKC"] = "NFC"  # "" = as they come
+    html_entities: bool = True  # "&amp;" becomes "&"
+    collapse_spaces: bool = True  # runs of white space and control characters become one space
+
+    # which texts are left out
+    languages: list[str] = []  # kept, as [en, de]; [] = all; needs the extra `language`
+    min_letters: float = Field(0.0, ge=0, le=1)  # share of letters among the characters that are no spaces
+    max_repetition: float = Field(1.0, gt=0, le=1)  # share of word pairs that occur earlier in the caption
+    blocklist: str = ""  # file with a word or phrase per line; "" = none
+
+    # which pictures are left out
+    max_repeats: int = Field(7, ge=1)  # rows with one picture; above it, the picture stands for a missing one
+    alike: Literal["together", "drop"] = "together"  # pictures that are alike: in one split, or the first alone
+    alike_bits: int = Field(7, ge=-1, le=15)  # of 256 of a perceptual hash in which they may differ; -1 = same file
+    exclude: str = ""  # folder of evaluation pictures, or file with a path per line, to be left out; "" = none
+
+    tokenizer_captions: int = Field(10_000_000, ge=1)  # at most, that a tokenizer is trained on
     validation_share: float = Field(0.1, ge=0, lt=1)
     test_share: float = Field(0.1, ge=0, lt=1)
 
@@ -105,6 +124,7 @@ class ShardParams(Section):
 
     samples_per_shard: int = Field(1000, ge=1)
     seed: int = Field(0, ge=0)  # of the global shuffle
+    target: str = ""  # another folder, or a URL such as s3://bucket/pairs, for the tars; "" = beside their index
 
 
 class PretrainParams(Section):
@@ -138,6 +158,7 @@ class PretrainParams(Section):
 
     # optimisation
     data_share: float = Field(1.0, gt=0, le=1)  # of the training pairs, by a hash of the uid: smaller lie in larger
+    caption_mix: dict[str, Annotated[float, Field(ge=0)]] = {}  # by source: how often it is drawn; {} = alike
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1)  # images per update, over all ranks
     accumulate: int = Field(1, ge=1)  # micro-batches per update
@@ -264,6 +285,7 @@ class ComputeParams(Section):
     peak_tflops: float = Field(0.0, ge=0)  # of one device in the precision used, 1e12/s; 0 = looked up, or measured
     download_processes: int = Field(1, ge=1)
     download_threads: int = Field(32, ge=1)  # per process
+    data_workers: int = Field(1, ge=1)  # processes of the caption and shard stages
 
 
 class TrackingParams(Section):

@@ -29,7 +29,7 @@ OF_THE_SAMPLE = {
     "download": {"uid_column", "label_column", "group_column"},
     "evaluate": {"swaps"},
     "report": {"title", "credit"},
-    "caption": {"test_share"},
+    "caption": {"test_share", "max_repeats", "alike_bits"},
 }
 
 
