@@ -14,6 +14,7 @@ def _vit(name: str, width: int, depth: int, heads: int, **rest: Any) -> dict[str
         "embed_dim": 512,
         "steps": 100_000,
         "batch_size": 1024,
+        "block_samples": 32,
         "lr": 1e-3,
         "warmup_steps": 5_000,
         "weight_decay": 0.1,
