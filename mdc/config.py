@@ -19,6 +19,7 @@ from ruamel.yaml.error import YAMLError
 
 from mdc.errors import UserError
 from mdc.files import whole_file
+from mdc.layouts import LAYOUTS
 from mdc.presets import PRESETS
 
 STAGES = ("download", "caption", "shard", "pretrain", "extract", "evaluate", "report")
@@ -57,26 +58,61 @@ class PathParams(Section):
 class DownloadParams(Section):
     """From a list of URLs to images stored at training size."""
 
-    input: str = "data/sample/urls.parquet"  # one file or a folder of parquet, csv or tsv
-    url_column: str = "url"
-    caption_column: str = "caption"
-    uid_column: str = ""  # "" = a hash of URL and caption
+    layout: str = "pairs"  # by name in mdc.layouts: what the fields that are missing or null become
+    kind: Literal["urls", "images", "webdataset"] = "urls"  # lists to download, or pictures that are here already
+    input: str = "data/sample/urls.parquet"  # a file, a folder or a pattern, here or at any address that fsspec reads
+    header: list[str] = []  # names of the columns of csv and tsv files that have no line of names
+    url_column: str = "url"  # images: of the metadata file, with paths
+    caption_column: str | list[str] = "caption"  # one or several, the first is the main one; "" = none
+    uid_column: str = ""  # "" = a hash of URL and captions
     label_column: str = ""  # class for probes; "" = none
     line_breaks: Literal["drop", "space"] = "drop"  # what becomes of a caption with a tab or line break
     group_column: str = ""  # rows of one group never straddle a split; "" = the image's own content
     image_size: int = Field(40, ge=8, le=4096)  # stored size of the shorter side, pixels
     image_format: Literal["jpg", "png", "webp"] = "jpg"
     image_quality: int = Field(95, ge=1, le=100)  # of jpg and webp
-    background: list[int] = Field([255, 255, 255], min_length=3, max_length=3)  # RGB under transparent pixels
+    background: list[Annotated[int, Field(ge=0, le=255)]] = Field(  # RGB under transparent pixels
+        [255, 255, 255], min_length=3, max_length=3
+    )
+    min_side: int = Field(8, ge=1)  # pixels of the shorter side; smaller pictures are refused
     max_pixels: int = Field(100_000_000, ge=1)  # larger pictures are refused before they are decoded
     max_aspect_ratio: float = Field(4.0, ge=1)  # longer side over shorter side
     max_bytes: int = Field(50_000_000, ge=1)  # of one response body
     timeout: float = Field(10.0, gt=0)  # seconds without a byte
-    deadline: float = Field(30.0, gt=0)  # seconds for one image in all
+    deadline: float = Field(30.0, gt=0)  # seconds for one image in all, waiting for a turn not counted
     retries: int = Field(1, ge=0)
+    per_host: int = Field(16, ge=0)  # requests to one host at a time, over all processes; 0 = no limit
+    longest_wait: float = Field(60.0, ge=0)  # seconds that a host may ask to be left alone (Retry-After) within a run
+    robots: bool = True  # heed robots.txt
+    opt_out: list[str] = ["noai", "noimageai", "noindex", "noimageindex", "none"]  # X-Robots-Tag heeded; [] = none
     samples_per_shard: int = Field(1000, ge=1)
     min_success_rate: float = Field(0.5, ge=0, le=1)  # share of rows below which the stage fails
-    user_agent: str = "mdc/0.1 (img2dataset)"
+    user_agent: str = Field("mdc/0.1 (img2dataset)", min_length=1)
+
+    @property
+    def caption_columns(self) -> list[str]:
+        """The columns of captions, the main one first."""
+        columns = [self.caption_column] if isinstance(self.caption_column, str) else self.caption_column
+        return [column for column in columns if column]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_layout(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        name = data.get("layout") or "pairs"
+        if name not in LAYOUTS:
+            raise ValueError(f"unknown layout {name!r}{_close(str(name), LAYOUTS)}; one of: {', '.join(LAYOUTS)}")
+        return {**LAYOUTS[name], **{key: value for key, value in data.items() if value is not None}}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, columns in (("header", self.header), ("caption_column", self.caption_columns)):
+            if len(set(columns)) < len(columns):
+                raise ValueError(f"{name} {columns} names a column twice")
+        if not self.url_column:
+            raise ValueError('url_column "" names no column; name the one with the addresses')
+        return self
 
 
 class CaptionParams(Section):
@@ -285,6 +321,8 @@ class ComputeParams(Section):
     peak_tflops: float = Field(0.0, ge=0)  # of one device in the precision used, 1e12/s; 0 = looked up, or measured
     download_processes: int = Field(1, ge=1)
     download_threads: int = Field(32, ge=1)  # per process
+    distributor: Literal["multiprocessing", "ray"] = "multiprocessing"  # of downloads: this machine, or a cluster
+    ray_address: str = "auto"  # of the cluster's head; auto = the one that runs on this machine
     data_workers: int = Field(1, ge=1)  # processes of the caption and shard stages
 
 

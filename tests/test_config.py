@@ -22,11 +22,12 @@ from mdc.config import (
     read_yaml,
 )
 from mdc.errors import UserError
+from mdc.layouts import LAYOUTS
 
 SHIPPED = Path(__file__).parent.parent / "params.yaml"
 # what the sample needs and another data set does not
 OF_THE_SAMPLE = {
-    "download": {"uid_column", "label_column", "group_column"},
+    "download": {"layout", "uid_column", "label_column", "group_column"},
     "evaluate": {"swaps"},
     "report": {"title", "credit"},
     "caption": {"test_share", "max_repeats", "alike_bits"},
@@ -73,6 +74,40 @@ class TestShippedFile:
             "or",
             list(PRESETS)[-1],
         ]
+
+    def test_lists_every_layout(self) -> None:
+        (line,) = [line for line in SHIPPED.read_text(encoding="utf-8").splitlines() if line.startswith("  layout:")]
+        named = re.findall(r"[\w-]+", line.split("#")[1].split(":")[0])
+        assert set(named) - {"or"} == set(LAYOUTS)
+
+
+class TestLayouts:
+    def test_fill_what_is_missing_or_null(self) -> None:
+        assert DownloadParams(layout="cc3m").header == ["caption", "url"]
+        recap = DownloadParams(layout="recap-datacomp-1b")
+        assert recap.caption_columns == ["re_caption", "org_caption"]
+        assert recap.line_breaks == "space"
+        given = DownloadParams.model_validate({"layout": "sample", "uid_column": None, "label_column": ""})
+        assert (given.uid_column, given.label_column, given.group_column) == ("uid", "", "base")
+        assert DownloadParams.model_validate({"caption_column": ""}).caption_columns == []
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("layout: cc4m", "unknown layout 'cc4m' (did you mean 'cc3m'?)"),
+            ("caption_column: [a, b, a]", "names a column twice"),
+            ("header: [url, url]", "names a column twice"),
+            ('url_column: ""', "names no column"),
+            ("background: [0, 0, 256]", "download.background.2 = 256"),
+        ],
+    )
+    def test_mistakes_are_named(self, tmp_path: Path, text: str, words: str) -> None:
+        assert words in refusal(tmp_path, f"download:\n  {text}\n")
+
+    @pytest.mark.parametrize("name", LAYOUTS)
+    def test_change_how_a_list_is_read_and_nothing_else(self, name: str) -> None:
+        how = {"header", "url_column", "caption_column", "uid_column", "label_column", "group_column", "line_breaks"}
+        assert set(LAYOUTS[name]) <= how
 
 
 class TestNumbers:
