@@ -8,35 +8,35 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from mdc.data.images import Rejected, decode, to_rgb
+from mdc.config import CONTRASTIVE
+from mdc.data.pictures import ImageLike, Images, as_bytes, as_list, as_pixels
 from mdc.data.transforms import eval_images
 from mdc.errors import UserError
+from mdc.foreign import Foreign, load_foreign
 from mdc.generate import Generated, generate
 from mdc.generate.samplers import Length
-from mdc.objectives.scoring import score
+from mdc.objectives.scoring import SCORERS, Scores, Seeds, default_scorer, score
 from mdc.train.checkpoint import LoadedModel, load_model
 
-WHITE = (255, 255, 255)  # under transparent pixels
-MAX_PIXELS = 100_000_000
 LENGTH = 15  # tokens of a caption where none is given, or the model's longest
 BATCH = 64  # images in one pass of the encoder
 
-ImageLike = Image.Image | str | PathLike[str]
-Images = ImageLike | Sequence[ImageLike] | Tensor
 
-
-def load(path: str | PathLike[str], device: str | torch.device | None = None) -> "Captioner":
+def load(path: str | PathLike[str], device: str | torch.device | None = None) -> "Captioner | Foreign":
     """Open a checkpoint folder, or a model in MLflow by its URI, such as `runs:/<run id>/model`.
 
-    device: None takes a GPU where there is one. Raises UserError where there is no such model.
+    Models of others are opened as encoders to compare with: `timm:NAME@WEIGHTS`, `open_clip:NAME@WEIGHTS`, or a folder
+    that these libraries wrote. device: None takes a GPU where there is one. Raises UserError where there is no such
+    model.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    foreign = load_foreign(str(path), torch.device(device))
+    if foreign is not None:
+        return foreign
     return Captioner(load_model(_folder(str(path)), device), torch.device(device))
 
 
@@ -46,26 +46,6 @@ def _folder(path: str) -> Path:
 
         return fetch_model(path)
     return Path(path)
-
-
-def _as_list(images: Images) -> list[ImageLike] | Tensor:
-    if isinstance(images, Tensor):
-        return images[None] if images.ndim == 3 else images
-    return [images] if isinstance(images, Image.Image | str | PathLike) else list(images)
-
-
-def _pixels(image: ImageLike) -> Tensor:
-    """uint8 `[3, H, W]`, upright, transparent parts on white."""
-    try:
-        if isinstance(image, Image.Image):
-            rgb = to_rgb(image, WHITE)
-        else:
-            rgb, _ = decode(Path(image).read_bytes(), WHITE, MAX_PIXELS, max_aspect_ratio=float("inf"))
-    except OSError as error:
-        raise UserError(f"picture {image} could not be opened: {error.strerror}") from None
-    except Rejected as error:
-        raise UserError(f"{image} is not a picture that can be read: {error}") from None
-    return torch.from_numpy(np.asarray(rgb).copy()).permute(2, 0, 1)
 
 
 class Captioner:
@@ -78,11 +58,38 @@ class Captioner:
     def __init__(self, loaded: LoadedModel, device: torch.device) -> None:
         self.model, self.config, self.tokenizer = loaded.model, loaded.config, loaded.tokenizer
         self.fingerprint, self.device = loaded.fingerprint, device
+        objective = loaded.config.pretrain.objective
+        best = default_scorer(objective)
+        self.scorers = sorted((n for n, s in SCORERS.items() if objective in s.objectives), key=lambda n: n != best)
+        self._pools = objective in CONTRASTIVE  # its scorer reads the mean patch alone
 
     def encode(self, images: Images) -> Tensor:
         """The features used for probes, `[B, D]` float32 on the CPU: the mean of the patch features."""
         means = [self._encoded(part).mean(1).float().cpu() for part in self._batches(images)]
         return torch.cat(means) if means else torch.empty(0, self._width)
+
+    def see(self, images: Images) -> Tensor:
+        """What the scorers read of pictures, `[B, P, D]` on the model's device: patch features, or their mean alone."""
+        parts = [self._encoded(part) for part in self._batches(images)]
+        if self._pools:
+            parts = [part.mean(1, keepdim=True) for part in parts]
+        patches = 1 if self._pools else self.model.encoder.patches  # type: ignore[union-attr]
+        return torch.cat(parts) if parts else torch.empty(0, patches, self._width, device=self.device)  # type: ignore[arg-type]
+
+    def too_long(self, captions: Sequence[str]) -> list[bool]:
+        """Which captions have more tokens than the model takes."""
+        return [len(row) > self.config.max_tokens for row in self.tokenizer.encode(captions)]
+
+    def score_seen(
+        self, seen_MPD: Tensor, captions: Sequence[Sequence[str]], scorer: str, seeds: Seeds, draws: int
+    ) -> Scores:
+        """K captions for each of M pictures, or one row of K captions for all of them, scored `[M, K]`.
+
+        seen_MPD: from `see`. seeds: one for all pictures or one each, and draws: of the scorer `mc`.
+        """
+        tokens_BL = self._padded([text for row in captions for text in row])
+        tokens_MKL = tokens_BL.view(len(captions), len(captions[0]), -1)
+        return score(self.model, self.config, seen_MPD, tokens_MKL, scorer, seeds, draws)
 
     def score(
         self,
@@ -105,13 +112,12 @@ class Captioner:
         single = any(isinstance(row, str) for row in captions)
         if len({len(row) for row in rows}) > 1:
             raise UserError("give every image equally many captions")
-        patches_BPD = self._patches(images)
-        if len(rows) != len(patches_BPD):
-            raise UserError(f"{len(rows)} captions or lists of captions for {len(patches_BPD)} images; give one each")
+        seen_BPD = self.see(images)
+        if len(rows) != len(seen_BPD):
+            raise UserError(f"{len(rows)} captions or lists of captions for {len(seen_BPD)} images; give one each")
         if not rows:
             return torch.empty(0)
-        tokens_BKL = self._padded([text for row in rows for text in row]).view(len(rows), len(rows[0]), -1)
-        value_BK = score(self.model, self.config, patches_BPD, tokens_BKL, scorer, seed, draws).value_MK
+        value_BK = self.score_seen(seen_BPD, rows, scorer or self.scorers[0], seed, draws).value_MK
         return value_BK[:, 0] if single else value_BK
 
     def caption(
@@ -123,7 +129,7 @@ class Captioner:
         None is one token a step. options: those of `mdc.generate.generate`, such as sampler, temperature, top_p, beams.
         """
         length = min(LENGTH, self.config.max_tokens) if length is None else length
-        made = generate(self.model, self.config, self._patches(images), length, steps=steps, seed=seed, **options)
+        made = generate(self.model, self.config, self.see(images), length, steps=steps, seed=seed, **options)
         return self._texts(made)
 
     def fill(self, image: ImageLike | Tensor, template: str, seed: int = 0, **options: Any) -> str:
@@ -131,7 +137,7 @@ class Captioner:
         if "[MASK]" not in template:
             raise UserError(f"template {template!r} has no [MASK] to fill; write one where a word is missing")
         ids = self.tokenizer.encode_template(template)
-        made = generate(self.model, self.config, self._patches(image), template=ids, seed=seed, **options)
+        made = generate(self.model, self.config, self.see(image), template=ids, seed=seed, **options)
         return self._texts(made)[0]
 
     @property
@@ -155,34 +161,14 @@ class Captioner:
 
     def _batches(self, images: Images) -> Iterator[Tensor]:
         """Normalised images, a batch at a time."""
-        listed, size = _as_list(images), self.config.pretrain.image_size
+        listed, size = as_list(images), self.config.pretrain.image_size
         for start in range(0, len(listed), BATCH):
             part = listed[start : start + BATCH]
             if isinstance(part, Tensor):
-                yield eval_images(self._bytes(part), size).to(self.device)
+                yield eval_images(as_bytes(part), size).to(self.device)
             else:
-                yield torch.cat([eval_images(_pixels(image)[None], size) for image in part]).to(self.device)
-
-    @staticmethod
-    def _bytes(images_BCHW: Tensor) -> Tensor:
-        """The tensor on the scale of bytes, 0 to 255."""
-        if images_BCHW.ndim != 4 or images_BCHW.shape[1] != 3:
-            raise UserError(f"images of shape {list(images_BCHW.shape)}; give [B, 3, H, W]")
-        if not images_BCHW.is_floating_point():
-            return images_BCHW
-        low, high = images_BCHW.aminmax()
-        if low < 0 or high > 1:
-            raise UserError(
-                f"float images lie in {float(low):.3g}..{float(high):.3g}; scale them to 0..1, or give uint8"
-            )
-        return images_BCHW * 255
+                yield torch.cat([eval_images(as_pixels(image)[None], size) for image in part]).to(self.device)
 
     @torch.no_grad()
     def _encoded(self, images_BCHW: Tensor) -> Tensor:
         return self.model.encode(images_BCHW)  # type: ignore[operator]
-
-    def _patches(self, images: Images) -> Tensor:
-        parts = [self._encoded(part) for part in self._batches(images)]
-        if not parts:
-            return torch.empty(0, self.model.encoder.patches, self._width, device=self.device)  # type: ignore[union-attr,arg-type]
-        return torch.cat(parts)

@@ -3,11 +3,14 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mdc.errors import Terminated, TrainingFailed, UserError
+
+if TYPE_CHECKING:
+    from mdc.api import Captioner
 
 app = typer.Typer(
     help="Visual features from captions: masked diffusion captioning and its rivals.",
@@ -18,7 +21,36 @@ app = typer.Typer(
 
 ParamsFile = Annotated[Path, typer.Option("--params", help="Parameter file.")]
 Checkpoint = Annotated[str, typer.Option("--model", help="Checkpoint folder or MLflow model URI.")]
+AnyModel = Annotated[
+    str, typer.Option("--model", help="Checkpoint, MLflow model URI, timm:NAME@FILE, open_clip:NAME@FILE, or a folder.")
+]
+Output = Annotated[Path | None, typer.Option("--out", help="Folder for tables and single scores; it is replaced.")]
+Scorers = Annotated[str, typer.Option("--scorers", help="Names with commas between; empty = all that fit the model.")]
 MODEL = "outputs/model"
+
+
+def _captioner(model: str) -> "Captioner":
+    """A model of ours; UserError for those of other libraries, which write no captions."""
+    import mdc
+    from mdc.api import Captioner
+
+    loaded = mdc.load(model)
+    if not isinstance(loaded, Captioner):
+        raise UserError(f"{model} is an encoder of another library: it writes no captions; give a checkpoint of mdc")
+    return loaded
+
+
+def _comparer(model: str, scorers: str) -> tuple[Any, list[str]]:
+    """A model that compares captions, and those of its scorers that are asked for."""
+    import mdc
+
+    loaded = mdc.load(model)
+    if not loaded.scorers:
+        raise UserError(f"{model} is an encoder alone: it cannot score captions; give a model that reads text as well")
+    wanted = [name.strip() for name in scorers.split(",") if name.strip()] or list(loaded.scorers)
+    if unfit := [name for name in wanted if name not in loaded.scorers]:
+        raise UserError(f"scorer {unfit[0]!r} does not fit {model}; those that do: {', '.join(loaded.scorers)}")
+    return loaded, wanted
 
 
 @app.command()
@@ -116,18 +148,14 @@ def caption(
     seed: int = 0,
 ) -> None:
     """Write a caption for each picture."""
-    import mdc
-
-    for image, text in zip(images, mdc.load(model).caption(images, length=length, seed=seed), strict=True):
+    for image, text in zip(images, _captioner(model).caption(images, length=length, seed=seed), strict=True):
         typer.echo(f"{image}\t{text}")
 
 
 @app.command()
 def fill(image: Path, template: str, model: Checkpoint = MODEL) -> None:
     """Fill the [MASK] words of a template, such as "a [MASK] dog"."""
-    import mdc
-
-    typer.echo(mdc.load(model).fill(image, template))
+    typer.echo(_captioner(model).fill(image, template))
 
 
 @app.command()
@@ -138,11 +166,40 @@ def score(
     scorer: Annotated[str, typer.Option(help="mc, heuristic, unmask, autoregressive or cosine.")] = "mc",
 ) -> None:
     """Say how well each caption fits a picture; higher is better."""
-    import mdc
-
-    scores = mdc.load(model).score([image] * len(captions), captions, scorer=scorer)
+    scores = _captioner(model).score([image] * len(captions), captions, scorer=scorer)
     for text, value in zip(captions, scores.tolist(), strict=True):
         typer.echo(f"{value:.4f}\t{text}")
+
+
+@app.command()
+def compositional(
+    benchmark: Annotated[str, typer.Argument(help="aro, sugar_crepe, or one of their sets, such as swap_obj.")],
+    data: Annotated[Path, typer.Option(help="Folder with the published files.")],
+    images: Annotated[Path, typer.Option(help="Folder with the pictures.")],
+    model: AnyModel = MODEL,
+    scorers: Scorers = "",
+    draws: Annotated[int, typer.Option(min=2, help="Of the scorer mc: masks per caption.")] = 32,
+    seed: Annotated[int, typer.Option(help="Of draws and shuffled words.")] = 0,
+    out: Output = None,
+    partial: Annotated[bool, typer.Option(help="Take files with fewer questions than were published.")] = False,
+    skip_long: Annotated[bool, typer.Option(help="Leave out captions longer than the model takes.")] = False,
+) -> None:
+    """Does the model prefer a caption to its foils? ARO and SugarCrepe, with blind and PMI beside every score."""
+    from mdc.eval.answers import write_answers
+    from mdc.eval.benchmarks import read_benchmark, sets_of
+    from mdc.eval.tables import answer_table, asked, show
+
+    loaded, wanted = _comparer(model, scorers)
+    benchmarks = [
+        read_benchmark(name, data, images, seed, partial).shorter(loaded.too_long, skip_long)
+        for name in sets_of(benchmark)
+    ]
+    answers = [asked(loaded, each, wanted, draws, seed) for each in benchmarks]
+    facts = {"model": model, "fingerprint": loaded.fingerprint, "draws": draws, "seed": seed}
+    show(answer_table(answers))
+    if out is not None:
+        write_answers(out, answers, facts)
+        typer.echo(f"Tables and single scores: {out}")
 
 
 def main() -> None:

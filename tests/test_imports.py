@@ -27,12 +27,14 @@ ALLOWED: dict[str, set[str]] = {
     "objectives": LEAVES | {"model"},
     "generate": LEAVES | {"data", "model", "objectives", "train.checkpoint"},
     "train": LEAVES | {"data", "model", "objectives"},
+    "export": LEAVES | {"data", "model", "train.checkpoint"},
+    "foreign": LEAVES | {"data", "objectives"},
     "eval": LEAVES | {"data", "generate", "model", "objectives", "train.checkpoint"},
     "report": LEAVES | {"data"},
-    "api": LEAVES | {"data", "generate", "model", "objectives", "train.checkpoint", "train.tracking"},
+    "api": LEAVES | {"data", "foreign", "generate", "model", "objectives", "train.checkpoint", "train.tracking"},
     "stages": LEAVES | {"data", "eval", "generate", "report", "train"},
     "sweep": LEAVES | {"eval.measures", "stages", "train.tracking", "train.work"},
-    "cli": LEAVES | {"api", "data", "report", "stages", "sweep"},
+    "cli": LEAVES | {"api", "data", "eval", "export", "report", "stages", "sweep"},
     "__init__": {"api"},
 }
 # modules that only one place may import

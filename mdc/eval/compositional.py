@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from mdc.draws import derive_seed
-from mdc.errors import UserError
-from mdc.objectives.scoring import score
+from mdc.eval.choice import credit
+from mdc.eval.scored import Subject, score_texts
+from mdc.objectives.scoring import Scores, Seeds, default_scorer, score
 from mdc.train.checkpoint import LoadedModel
 
 ALL = "all"  # the name of the row over all fair pairs
 TRAINED = " (foil trained on)"  # ends the name of a row whose pairs are not fair
-
-IMAGES_AT_ONCE = 64
 
 Patches = Callable[[Sequence[str]], Tensor]  # uids -> patches_MPD
 
@@ -152,13 +151,8 @@ class Verdict:
 
 def judge(caption_scores: np.ndarray, foil_scores: np.ndarray) -> Verdict:
     """Compare score by score, `[N]` each. A constant scorer gets 0.5; swapped sides get the complement."""
-    caption_scores, foil_scores = np.asarray(caption_scores), np.asarray(foil_scores)
-    for scores in (caption_scores, foil_scores):
-        if np.isnan(scores).any():
-            raise UserError(f"pair {int(np.isnan(scores).argmax())} has a score that is not a number")
-    ties = int((caption_scores == foil_scores).sum())
-    wins = int((caption_scores > foil_scores).sum())
-    return Verdict((wins + 0.5 * ties) / len(caption_scores), ties)
+    worth, tied = credit(np.asarray(caption_scores), np.asarray(foil_scores)[:, None])
+    return Verdict(float(worth.mean()), int(tied.sum()))
 
 
 @dataclass(frozen=True)
@@ -172,10 +166,32 @@ class PairScores:
     blind_foil: np.ndarray
 
 
+@dataclass(frozen=True)
+class Tokenised:
+    """A model that reads captions as the tokens they were stored with; see `mdc.eval.scored.Subject`."""
+
+    loaded: LoadedModel
+    tokens: Mapping[str, Sequence[int]]
+
+    @property
+    def scorers(self) -> Sequence[str]:
+        return [default_scorer(self.loaded.config.pretrain.objective)]
+
+    def too_long(self, captions: Sequence[str]) -> list[bool]:
+        return [len(self.tokens[text]) > self.loaded.config.max_tokens for text in captions]
+
+    def score_seen(
+        self, seen_MPD: Tensor, captions: Sequence[Sequence[str]], scorer: str, seeds: Seeds, draws: int
+    ) -> Scores:
+        ids = [[self.tokens[text] for text in row] for row in captions]
+        longest, pad_id = max(len(each) for row in ids for each in row), self.loaded.config.vocabulary.pad_id
+        tokens_MKL = torch.tensor([[[*each, *[pad_id] * (longest - len(each))] for each in row] for row in ids])
+        return score(self.loaded.model, self.loaded.config, seen_MPD, tokens_MKL, scorer, seeds, draws)
+
+
 def score_pairs(
     pairs: Sequence[Pair],
-    tokens: Mapping[str, Sequence[int]],
-    loaded: LoadedModel,
+    subject: Subject,
     patches: Patches,
     mean_patches_PD: Tensor,
     scorer: str,
@@ -185,71 +201,23 @@ def score_pairs(
 ) -> PairScores:
     """Score both captions of every pair, with the picture and with the mean patch features in its place.
 
-    tokens: ids of every caption. All captions of a picture share their random numbers, and so do all blind captions.
-    A blind score belongs to the caption alone, so a pair and its mirror image cannot both be won blind.
-    on_scored: told how many captions were scored, each once per picture and once blind.
+    A pair and its mirror image cannot both be won blind. on_scored: told how many captions were scored, each once per
+    picture and once blind.
     """
-    values, errors = _by_picture(pairs, tokens, loaded, patches, scorer, draws, seed, on_scored)
-    captions = sorted({text for pair in pairs for text in (pair.caption, pair.foil)})
-    padded_1KL = _padded([[tokens[text] for text in captions]], loaded)
-    blind_K = score(
-        loaded.model, loaded.config, mean_patches_PD[None], padded_1KL, scorer, derive_seed(seed, "blind"), draws
-    ).value_MK[0]
-    blind = dict(zip(captions, blind_K.tolist(), strict=True))
-    on_scored(len(captions))
-
-    def column(value: Callable[[Pair], float]) -> np.ndarray:
-        numbers = np.array([value(pair) for pair in pairs], dtype=np.float64)
-        if not np.isfinite(numbers).all():
-            pair = pairs[int((~np.isfinite(numbers)).argmax())]
-            raise UserError(f"scorer {scorer!r} gives no finite score for {pair.caption!r} or its foil at {pair.uid!r}")
-        return numbers
-
-    return PairScores(
-        caption=column(lambda pair: values[pair.uid, pair.caption]),
-        foil=column(lambda pair: values[pair.uid, pair.foil]),
-        stderr=column(lambda pair: float(np.hypot(errors[pair.uid, pair.caption], errors[pair.uid, pair.foil]))),
-        blind_caption=column(lambda pair: blind[pair.caption]),
-        blind_foil=column(lambda pair: blind[pair.foil]),
-    )
-
-
-def _by_picture(
-    pairs: Sequence[Pair],
-    tokens: Mapping[str, Sequence[int]],
-    loaded: LoadedModel,
-    patches: Patches,
-    scorer: str,
-    draws: int,
-    seed: int,
-    on_scored: Callable[[int], object],
-) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]]:
-    """Value and standard error by (uid, caption), each once; pictures with equally many captions go together."""
-    texts: dict[str, list[str]] = {}
+    captions: dict[str, dict[str, None]] = {}
     for pair in pairs:
-        texts.setdefault(pair.uid, [pair.caption]).append(pair.foil)
-    uids = sorted(texts, key=lambda uid: (len(texts[uid]), uid))
-    values: dict[tuple[str, str], float] = {}
-    errors: dict[tuple[str, str], float] = {}
-    for _, alike in groupby(uids, key=lambda uid: len(texts[uid])):
-        together = list(alike)
-        for start in range(0, len(together), IMAGES_AT_ONCE):
-            chunk = together[start : start + IMAGES_AT_ONCE]
-            padded_MKL = _padded([[tokens[text] for text in texts[uid]] for uid in chunk], loaded)
-            seeds = [derive_seed(seed, "pairs", uid) for uid in chunk]
-            scores = score(loaded.model, loaded.config, patches(chunk), padded_MKL, scorer, seeds, draws)
-            keys = [(uid, text) for uid in chunk for text in texts[uid]]
-            values |= zip(keys, scores.value_MK.flatten().tolist(), strict=True)
-            errors |= zip(keys, scores.stderr_MK.flatten().tolist(), strict=True)
-            on_scored(len(keys))
-    return values, errors
-
-
-def _padded(tokens: Sequence[Sequence[Sequence[int]]], loaded: LoadedModel) -> Tensor:
-    """`[M, K, L]` from M rows of K captions."""
-    longest = max(len(ids) for row in tokens for ids in row)
-    pad_id = loaded.config.vocabulary.pad_id
-    return torch.tensor([[[*ids, *[pad_id] * (longest - len(ids))] for ids in row] for row in tokens])
+        captions.setdefault(pair.uid, {}).update(dict.fromkeys((pair.caption, pair.foil)))
+    texts = {uid: list(row) for uid, row in captions.items()}
+    found = score_texts(subject, texts, patches, [scorer], draws, seed, mean_patches_PD, on_scored)[scorer]
+    return PairScores(
+        caption=np.array([found.value[pair.uid, pair.caption] for pair in pairs]),
+        foil=np.array([found.value[pair.uid, pair.foil] for pair in pairs]),
+        stderr=np.array(
+            [np.hypot(found.stderr[pair.uid, pair.caption], found.stderr[pair.uid, pair.foil]) for pair in pairs]
+        ),
+        blind_caption=np.array([found.blind[pair.caption] for pair in pairs]),
+        blind_foil=np.array([found.blind[pair.foil] for pair in pairs]),
+    )
 
 
 def result_rows(pairs: Sequence[Pair], scores: PairScores, scorer: str) -> list[dict[str, Any]]:

@@ -137,8 +137,7 @@ def _compositional(
     with tqdm(total=wanted, desc="compositional", unit="caption") as progress:
         scores = compositional.score_pairs(
             pairs,
-            tokens,
-            loaded,
+            compositional.Tokenised(loaded, tokens),
             viewer.patches,
             viewer.mean_patches(batch_size),
             scorer,

@@ -118,5 +118,5 @@ def test_swapping_the_sides_gives_the_complement(dtype: type) -> None:
 
 
 def test_a_score_that_is_no_number_is_an_error() -> None:
-    with pytest.raises(UserError, match="pair 1 "):
+    with pytest.raises(UserError, match="question 1 has a score that is not a number"):
         judge(np.array([1.0, np.nan]), np.array([0.0, 0.0]))

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from mdc.eval.features import Features, extract_features, read_features
 from mdc.eval.measures import margin
 from mdc.files import read_json, read_manifest
 from mdc.objectives.scoring import Scores
-from mdc.train.checkpoint import load_model
 
 PARTS = ("metrics", "headline", "probe", "compositional", "captions", "neighbours")
 
@@ -196,40 +195,48 @@ PAIRS = [
     Pair("u2", "blue sock", "a green sock", "colour", fair=True),
     Pair("u3", "red bird", "blue bird", "bird", fair=False),
 ]
-TOKENS = {text: [ord(letter) for letter in text] for pair in PAIRS for text in (pair.caption, pair.foil)}
 
 
-def scored(monkeypatch: pytest.MonkeyPatch, model: Path, value: Callable[[int, str], float]) -> list[dict[str, Any]]:
-    """Rows of results where a stand-in gives `value(picture's number or 0 if blind, caption)`."""
-    calls = []
+class StandIn:
+    """Scores `value(picture's number or 0 if blind, caption)`, and remembers what it was asked."""
 
-    def stand_in(_model, _config, patches_MPD: Tensor, tokens_MKL: Tensor, *_rest) -> Scores:
-        texts = [[bytes(ids).rstrip(b"\0").decode() for ids in row] for row in tokens_MKL.tolist()]
-        calls.extend((int(image), text) for image, row in zip(patches_MPD[:, 0, 0], texts, strict=True) for text in row)
-        numbers = [
-            [value(int(image), text) for text in row] for image, row in zip(patches_MPD[:, 0, 0], texts, strict=True)
-        ]
-        return Scores(torch.tensor(numbers), torch.full((len(texts), len(texts[0])), 3.0))
+    scorers = ("mc",)
 
-    monkeypatch.setattr(compositional, "score", stand_in)
+    def __init__(self, value: Callable[[int, str], float]) -> None:
+        self.value, self.calls = value, list[tuple[int, str]]()
+
+    def too_long(self, captions: Sequence[str]) -> list[bool]:
+        return [False] * len(captions)
+
+    def score_seen(
+        self, seen_MPD: Tensor, captions: Sequence[Sequence[str]], scorer: str, seeds: Any, draws: int
+    ) -> Scores:
+        images = seen_MPD[:, 0, 0].int().tolist()
+        self.calls += [(image, text) for image, row in zip(images, captions, strict=True) for text in row]
+        numbers = [[self.value(image, text) for text in row] for image, row in zip(images, captions, strict=True)]
+        return Scores(torch.tensor(numbers), torch.full((len(images), len(captions[0])), 3.0))
+
+
+def scored(value: Callable[[int, str], float]) -> list[dict[str, Any]]:
+    """Rows of results where a stand-in gives the scores."""
+    subject = StandIn(value)
     scores = compositional.score_pairs(
         PAIRS,
-        TOKENS,
-        load_model(model),
+        subject,
         lambda uids: torch.tensor([float(uid[1:]) for uid in uids]).view(-1, 1, 1),
         torch.zeros(1, 1),
         "mc",
         draws=4,
         seed=0,
     )
-    assert len(calls) == len(set(calls)) == 7 + 5  # a caption is scored once per picture, and once blind
+    assert len(subject.calls) == len(set(subject.calls)) == 7 + 5  # once per picture, and once blind
     np.testing.assert_allclose(scores.stderr, 18**0.5)
     return compositional.result_rows(PAIRS, scores, "mc")
 
 
-def test_a_scorer_that_knows_wins_every_pair_and_none_blind(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+def test_a_scorer_that_knows_wins_every_pair_and_none_blind() -> None:
     truth = {1: "red sock", 2: "blue sock", 3: "red bird"}
-    rows = scored(monkeypatch, model, lambda image, text: float(truth.get(image) == text))
+    rows = scored(lambda image, text: float(truth.get(image) == text))
     assert [(row["rule"], row["pairs"], row["mc"], row["blind"], row["ties"]) for row in rows] == [
         ("all", 3, 1.0, 0.5, 0),
         ("colour", 3, 1.0, 0.5, 0),
@@ -238,27 +245,27 @@ def test_a_scorer_that_knows_wins_every_pair_and_none_blind(monkeypatch: pytest.
     assert rows[0]["blind_ties"] == 3
 
 
-def test_pmi_takes_the_preference_for_words_away(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+def test_pmi_takes_the_preference_for_words_away() -> None:
     truth = {1: "red sock", 2: "blue sock", 3: "red bird"}
 
     def biased(image: int, text: str) -> float:
         return float(truth.get(image) == text) + 5 * len(text)
 
-    rows = scored(monkeypatch, model, biased)
+    rows = scored(biased)
     assert rows[0]["mc"] == rows[0]["blind"] == pytest.approx(1 / 3)
     assert rows[0]["pmi"] == 1
 
 
-def test_a_constant_scorer_is_at_chance_everywhere(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    for row in scored(monkeypatch, model, lambda image, text: -1.5):
+def test_a_constant_scorer_is_at_chance_everywhere() -> None:
+    for row in scored(lambda image, text: -1.5):
         assert row["mc"] == row["blind"] == row["pmi"] == 0.5
         assert row["ties"] == row["blind_ties"] == row["pmi_ties"] == row["pairs"]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_score_that_is_not_finite_names_the_pair(monkeypatch: pytest.MonkeyPatch, model: Path, bad: float) -> None:
-    with pytest.raises(UserError, match="'red bird' or its foil at 'u3'"):
-        scored(monkeypatch, model, lambda image, text: bad if "bird" in text else 0.0)
+def test_a_score_that_is_not_finite_names_the_pair(bad: float) -> None:
+    with pytest.raises(UserError, match="'red bird' at u3, which is no finite score"):
+        scored(lambda image, text: bad if "bird" in text else 0.0)
 
 
 def test_gaps_are_for_one_learnable_token(shards: Path) -> None:

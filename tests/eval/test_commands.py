@@ -1,0 +1,51 @@
+"""The commands that measure any checkpoint, as users call them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from mdc.cli import app
+from mdc.errors import UserError
+from mdc.files import read_json
+
+
+def run(*arguments: str | int | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def crepe(tmp_path: Path) -> Path:
+    """Two questions of SugarCrepe's kind, with their picture."""
+    Image.new("RGB", (12, 12), "red").save(tmp_path / "a.png")
+    entry = {"filename": "a.png", "caption": "red fish", "negative_caption": "blue fish"}
+    long = {**entry, "caption": "red fish " * 9}
+    (tmp_path / "swap_obj.json").write_text(json.dumps({"0": entry, "2": long}))
+    return tmp_path
+
+
+def test_compositional(crepe: Path, model: Path, tmp_path: Path) -> None:
+    places = ("--data", crepe, "--images", crepe, "--model", model, "--draws", 4, "--out", tmp_path / "out")
+    done = run("compositional", "swap_obj", *places, "--partial", "--skip-long", "--scorers", "mc,heuristic")
+    assert done.exit_code == 0, done.output
+    results = read_json(tmp_path / "out" / "results.json")
+    assert [(r["scorer"], r["questions"], r["left_out"]) for r in results["sets"]] == [
+        ("mc", 1, {"too long": 1}),
+        ("heuristic", 1, {"too long": 1}),
+    ]
+    assert "swap_obj" in done.output
+    for arguments, message in (
+        ((*places,), "245 were published"),
+        ((*places, "--partial"), "longer than the model takes"),
+        ((*places, "--partial", "--scorers", "cosine"), "'cosine' does not fit"),
+    ):
+        assert message in str(refused("compositional", "swap_obj", *arguments))
+    assert "did you mean 'swap_obj'" in str(refused("compositional", "swap_objs", *places))
+
+
+def refused(*arguments: str | int | Path) -> BaseException:
+    error = run(*arguments).exception
+    assert isinstance(error, UserError)
+    return error
