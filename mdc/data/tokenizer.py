@@ -1,6 +1,7 @@
 """Captions to token ids and back, so that no caption can ever spell a special token."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -51,6 +52,8 @@ class CaptionTokenizer:
         # never to be spelt by a caption; "unknown" may be
         self._forbidden = {i for name, i in ids.items() if name != "unk_id"} | _special_ids(tokenizer)
         self._forbidden -= {self.vocabulary.unk_id}
+        self._special_names = {MASK, *(token for i in self._forbidden if (token := tokenizer.id_to_token(i)))}
+        self._spelling = re.compile("|".join(map(re.escape, sorted(self._special_names))))
 
     @classmethod
     def train(cls, captions: Iterable[str], vocab_size: int, lowercase: bool) -> "CaptionTokenizer":
@@ -118,7 +121,7 @@ class CaptionTokenizer:
 
     def spells_special(self, caption: str) -> bool:
         """Whether the text holds the name of a special token, which `encode` reads as ordinary text."""
-        return any(token in caption for token in {MASK, *self._special_names()})
+        return self._spelling.search(caption) is not None
 
     def encode_template(self, template: str) -> list[int]:
         """Ids of a text in which each `[MASK]` is a gap of one token; ends with the end token.
@@ -142,12 +145,9 @@ class CaptionTokenizer:
         """The token of each id as the vocabulary spells it."""
         return [self._tokenizer.id_to_token(int(i)) or self._roles["unk"] for i in ids]
 
-    def _special_names(self) -> set[str]:
-        return {token for i in self._forbidden if (token := self._tokenizer.id_to_token(i))}
-
     def _encode_escaped(self, caption: str) -> list[int]:
         """For vocabularies that hold the special names as ordinary pieces: spell the names letter by letter."""
-        for name in sorted(self._special_names(), key=len, reverse=True):
+        for name in sorted(self._special_names, key=len, reverse=True):
             caption = caption.replace(name, " ".join(name))
         return list(self._tokenizer.encode(caption, add_special_tokens=False).ids)
 
