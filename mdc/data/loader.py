@@ -1,31 +1,43 @@
 """Batches from shards: which samples a step sees is a function of (data version, seed, step) and of nothing else.
 
-B: batch, C: channels, H: height, W: width, L: longest caption of the batch.
+B: batch, C: channels, H: height, W: width, L: longest caption of the batch, N: samples, S: shards, K: blocks.
 """
 
 import io
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import simplejpeg
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from mdc.config import choose, pairs_in_share
+from mdc.data.captions import SPLITS
+from mdc.data.columns import FOLDER as COLUMNS
+from mdc.data.columns import Columns
 from mdc.data.shards import SAMPLES, read_index
 from mdc.draws import derive_seed
 from mdc.errors import UserError
 
 CACHE_BYTES = 2**29  # of decoded pictures kept in memory by each rank
+OPEN_SHARDS = 64  # files that a process keeps open
+BATCHES_AHEAD = 4  # made in advance by each loader process
+DECODED_AT_ONCE = 256  # pictures, while memory is filled with all of them
+LOOKED_AT_ONCE = 2**20  # samples, where all are gone through
+
+Rows = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -39,11 +51,22 @@ class Batch:
     first: int
     total: int
     step: int
+    read_s: float = 0.0  # seconds that the process which made the batch spent reading
+    decode_s: float = 0.0  # and decoding
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch with its tensors on `device`; the copy runs beside the computation where that is possible."""
-        tensors = {name: getattr(self, name) for name in ("images_BCHW", "tokens_BL", "lengths_B")}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        return self._with(*(tensor.to(device, non_blocking=True) for tensor in self._tensors()))
+
+    def pin_memory(self) -> "Batch":
+        """The same batch in memory from which a GPU copies by itself; loaders call this."""
+        return self._with(*(tensor.pin_memory() for tensor in self._tensors()))
+
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.images_BCHW, self.tokens_BL, self.lengths_B
+
+    def _with(self, images_BCHW: Tensor, tokens_BL: Tensor, lengths_B: Tensor) -> "Batch":
+        return replace(self, images_BCHW=images_BCHW, tokens_BL=tokens_BL, lengths_B=lengths_B)
 
 
 def centre_square(pixels_HWC: np.ndarray) -> np.ndarray:
@@ -53,20 +76,54 @@ def centre_square(pixels_HWC: np.ndarray) -> np.ndarray:
     return pixels_HWC[top : top + side, left : left + side]
 
 
-def within_share(uids: list[str], share: float) -> list[bool]:
-    """Which samples belong to a share of all: those with the smallest hashes of their uids.
+def within_share(keys: np.ndarray, share: float) -> np.ndarray:
+    """Which samples, as bool `[N]`, belong to a share of all: those with the smallest keys, see `columns.share_key`.
 
     So a smaller share lies within every larger one, and neither order nor seed changes it.
     """
-    count = pairs_in_share(len(uids), share)
-    chosen = set(sorted(uids, key=lambda uid: derive_seed("data share", uid))[:count])
-    return [uid in chosen for uid in uids]
+    count = pairs_in_share(len(keys), share)
+    return keys <= np.partition(keys, count - 1)[count - 1] if count < len(keys) else np.ones(len(keys), bool)
+
+
+class _Shard:
+    """An open shard. Reads name their place, so that processes may share the file after a fork."""
+
+    def __init__(self, path: Path, number: int) -> None:
+        """number: of the open file."""
+        self._path, self._number = path, number
+
+    def __del__(self) -> None:
+        os.close(self._number)
+
+    def read(self, offset: int, size: int) -> bytes:
+        data = os.pread(self._number, size, offset)
+        if len(data) < size:
+            raise UserError(
+                f"{self._path} ends at byte {offset + len(data)}, within a sample that {SAMPLES} lists; "
+                "run `mdc stage shard` again"
+            )
+        return data
+
+
+def _opened(path: Path) -> _Shard:
+    try:
+        return _Shard(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; run `mdc stage shard` again") from None
+
+
+class Run(NamedTuple):
+    """Samples that follow one another in a shard, `first .. last` of the rows of the columns."""
+
+    shard: int
+    first: int
+    last: int
 
 
 class ShardDataset(Dataset[tuple[Tensor, list[int], str]]):
     """The samples of one split in shard order, read by offset.
 
-    samples: pyarrow table, one row per sample, with the columns of `samples.parquet`.
+    Nothing is kept per sample: rows lie in mapped files, see `columns`.
     """
 
     def __init__(self, folder: Path, split: str, cache_bytes: int = CACHE_BYTES, share: float = 1.0) -> None:
@@ -75,88 +132,193 @@ class ShardDataset(Dataset[tuple[Tensor, list[int], str]]):
         """
         index = read_index(folder)
         choose("split", split, index["splits"])
-        table = pq.read_table(folder / SAMPLES)
         self.folder = folder
         self.split = split
         self.version: str = index["version"]
-        table = table.filter(pc.equal(table["split"], split))
-        if share < 1:
-            table = table.filter(pa.array(within_share(table["uid"].to_pylist(), share), pa.bool_()))
-        self.samples: pa.Table = table.combine_chunks()
-        self.uids: list[str] = self.samples["uid"].to_pylist()
-        self._shards: list[str] = self.samples["shard"].to_pylist()
-        self._offsets = self.samples["image_offset"].to_numpy()
-        self._sizes = self.samples["image_bytes"].to_numpy()
-        tokens = self.samples["tokens"].combine_chunks()
-        self._tokens = torch.from_numpy(tokens.flatten().to_numpy(zero_copy_only=False).astype(np.int64))
-        self.lengths = torch.from_numpy(pc.list_value_length(tokens).to_numpy(zero_copy_only=False).astype(np.int64))
-        self._starts = torch.cumsum(self.lengths, 0) - self.lengths
-        self._cache_NCHW = self._decode_all(cache_bytes)
+        self._jpeg: bool = index["image_format"] == "jpg"
+        self._columns = Columns(folder / COLUMNS)
+        before = 0
+        for name in SPLITS[: SPLITS.index(split)]:
+            before += sum(record["samples"] for record in index["splits"][name])
+        self._shards: list[str] = [record["file"] for record in index["splits"][split]]
+        sizes_S = [record["samples"] for record in index["splits"][split]]
+        self._rows_S1 = before + np.cumsum([0, *sizes_S])  # of the columns, at which the shards start and end
+        if self._rows_S1[-1] > len(self._columns):
+            raise UserError(f"{folder} lists fewer samples than its index; run `mdc stage shard` again")
+        self._chosen_N: np.ndarray | None = None  # rows of a share
+        if share < 1 and self._rows_S1[-1] > before:
+            keys_N = self._columns.share_key[before : self._rows_S1[-1]]
+            self._chosen_N = before + np.flatnonzero(within_share(keys_N, share))
+        self._shard = lru_cache(maxsize=OPEN_SHARDS)(_opened)
+        self._cache_NCHW: np.ndarray | None = None
+        if len(self):
+            self._cache_NCHW = self._decode_all(cache_bytes)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_shard"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._shard = lru_cache(maxsize=OPEN_SHARDS)(_opened)
 
     def __len__(self) -> int:
-        return len(self.uids)
+        return int(self.shard_bounds[-1])
 
     def __getitem__(self, index: int) -> tuple[Tensor, list[int], str]:
         """Image uint8 `[C, H, W]`, token ids without padding, and uid."""
-        start, length = int(self._starts[index]), int(self.lengths[index])
-        return self.images([index])[0], self._tokens[start : start + length].tolist(), self.uids[index]
+        batch = self.batch([index], 0, 0, 1, 0)
+        return batch.images_BCHW[0], batch.tokens_BL[0].tolist(), batch.uids[0]
 
     @property
     def is_cached(self) -> bool:
         """Whether the pictures are in memory, so that loader processes have nothing to do."""
         return self._cache_NCHW is not None
 
-    def image_bytes(self, index: int) -> bytes:
-        """The encoded picture as it lies in the shard."""
-        with (self.folder / self._shards[index]).open("rb", buffering=0) as file:
-            return os.pread(file.fileno(), int(self._sizes[index]), int(self._offsets[index]))
+    @cached_property
+    def shard_bounds(self) -> np.ndarray:
+        """int64 `[S + 1]`: shard s holds the samples `bounds[s] .. bounds[s + 1]` of this dataset."""
+        if self._chosen_N is None:
+            return self._rows_S1 - self._rows_S1[0]
+        return np.searchsorted(self._chosen_N, self._rows_S1)
 
-    def images(self, indices: list[int]) -> Tensor:
+    @cached_property
+    def uids(self) -> list[str]:
+        """Of all samples. Made when first asked for: training does without."""
+        return self._columns.uids(self._rows(np.arange(len(self))))
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 `[N]`: tokens of each caption."""
+        parts = [self._lengths(indices) for indices in self._parts(LOOKED_AT_ONCE)]
+        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest caption; 0 for an empty split."""
+        return max((int(self._lengths(indices).max()) for indices in self._parts(LOOKED_AT_ONCE)), default=0)
+
+    def _lengths(self, indices: np.ndarray) -> np.ndarray:
+        starts, ends = self._columns.token_bounds(self._rows(indices))
+        return ends - starts
+
+    @property
+    def samples(self) -> pa.Table:
+        """Columns uid and shard of all samples, read when asked for: training does without."""
+        table = pq.read_table(self.folder / SAMPLES, columns=["uid", "shard"])
+        return table.filter(pc.is_in(table["shard"], pa.array(self._shards, pa.string())))
+
+    def shards_of(self, uids: Sequence[str]) -> list[str]:
+        """The shards that hold some samples, by name."""
+        table = pq.read_table(self.folder / SAMPLES, columns=["shard"], filters=[("uid", "in", list(uids))])
+        return sorted(set(table["shard"].to_pylist()))
+
+    def images(self, indices: Rows) -> Tensor:
         """uint8 `[B, C, H, W]`: the centre square of each picture at its stored size."""
-        if self._cache_NCHW is not None:
-            return torch.from_numpy(self._cache_NCHW.take(indices, 0))  # one thread: the cores are the model's
-        return torch.from_numpy(np.stack([self._decode(index) for index in indices]))
+        return self.batch(indices, 0, 0, len(indices), 0).images_BCHW
 
-    def tokens(self, indices: list[int], pad_id: int) -> tuple[Tensor, Tensor]:
+    def tokens(self, indices: Rows, pad_id: int) -> tuple[Tensor, Tensor]:
         """int64 `[B, L]` filled up with `pad_id`, and the lengths `[B]`."""
-        lengths_B = self.lengths[torch.tensor(indices)]
-        positions_L = torch.arange(int(lengths_B.max()))
-        at_BL = self._starts[torch.tensor(indices)][:, None] + positions_L
+        starts_B, ends_B = self._columns.token_bounds(self._rows(indices))
+        lengths_B = ends_B - starts_B
+        positions_L = np.arange(lengths_B.max())
         real_BL = positions_L < lengths_B[:, None]
-        return torch.where(real_BL, self._tokens[at_BL.clamp(max=len(self._tokens) - 1)], pad_id), lengths_B
+        tokens_BL = np.full(real_BL.shape, pad_id, np.int64)
+        tokens_BL[real_BL] = self._columns.tokens((starts_B[:, None] + positions_L)[real_BL])
+        return torch.from_numpy(tokens_BL), torch.from_numpy(lengths_B)
 
-    def batch(self, indices: list[int], pad_id: int, first: int, total: int, step: int) -> Batch:
+    def batch(self, indices: Rows, pad_id: int, first: int, total: int, step: int) -> Batch:
+        """The samples `indices`, as rows from `first` on of the global batch of a step."""
         tokens_BL, lengths_B = self.tokens(indices, pad_id)
-        uids = [self.uids[index] for index in indices]
-        return Batch(self.images(indices), tokens_BL, lengths_B, uids, first, total, step)
+        uids = self._columns.uids(self._rows(indices))
+        start = time.perf_counter()
+        if self._cache_NCHW is not None:
+            images_BCHW = torch.from_numpy(self._cache_NCHW.take(indices, 0))  # one thread: the cores are the model's
+            return Batch(images_BCHW, tokens_BL, lengths_B, uids, first, total, step, time.perf_counter() - start)
+        encoded = list(self._encoded(self._runs(self._rows(indices))))
+        read = time.perf_counter()
+        images_BCHW = self._decoded(encoded, uids)
+        decoded = time.perf_counter()
+        return Batch(images_BCHW, tokens_BL, lengths_B, uids, first, total, step, read - start, decoded - read)
 
-    def _decode(self, index: int) -> np.ndarray:
-        with Image.open(io.BytesIO(self.image_bytes(index))) as image:
-            return centre_square(np.asarray(image)).transpose(2, 0, 1)
+    def _rows(self, indices: Rows) -> np.ndarray:
+        """Of the columns."""
+        indices_B = np.asarray(indices, np.int64)
+        return indices_B + self._rows_S1[0] if self._chosen_N is None else self._chosen_N[indices_B]
+
+    def _runs(self, rows_B: np.ndarray) -> Iterator[Run]:
+        """Cut a batch where the next sample is not the next one of the same shard."""
+        shards_B = np.searchsorted(self._rows_S1, rows_B, "right") - 1
+        cuts = np.flatnonzero((np.diff(rows_B) != 1) | (np.diff(shards_B) != 0)) + 1
+        for rows, shards in zip(np.split(rows_B, cuts), np.split(shards_B, cuts), strict=True):
+            yield Run(int(shards[0]), int(rows[0]), int(rows[-1]))
+
+    def _encoded(self, runs: Iterator[Run]) -> Iterator[memoryview]:
+        """The encoded pictures of each run, by one read."""
+        for run in runs:
+            rows = slice(run.first, run.last + 1)
+            starts = self._columns.image_offset[rows].tolist()
+            ends = [start + size for start, size in zip(starts, self._columns.image_bytes[rows].tolist(), strict=True)]
+            shard = self._shard(self.folder / self._shards[run.shard])
+            data = memoryview(shard.read(starts[0], ends[-1] - starts[0]))
+            for start, end in zip(starts, ends, strict=True):
+                yield data[start - starts[0] : end - starts[0]]
+
+    def _decoded(self, encoded: Sequence[memoryview], uids: Sequence[str]) -> Tensor:
+        """uint8 `[B, C, H, W]`, laid out as the decoder leaves it: all channels of a pixel side by side."""
+        for number, (data, uid) in enumerate(zip(encoded, uids, strict=True)):
+            try:
+                pixels_HWC = centre_square(self._decode(data))
+            except (ValueError, OSError) as error:  # of simplejpeg, of Pillow
+                raise UserError(
+                    f"the picture of {uid!r} in {self.folder} is damaged: {error}; run `mdc stage shard` again"
+                ) from None
+            if not number:
+                images_BHWC = _shared((len(encoded), *pixels_HWC.shape))
+                into_BHWC = images_BHWC.numpy()
+            into_BHWC[number] = pixels_HWC
+        return images_BHWC.permute(0, 3, 1, 2)
+
+    def _decode(self, data: memoryview) -> np.ndarray:
+        """uint8 `[H, W, C]`. Pillow would give the same pixels of a JPEG, later."""
+        if self._jpeg:
+            return simplejpeg.decode_jpeg(data, colorspace="RGB")
+        with Image.open(io.BytesIO(data)) as image:
+            return np.asarray(image)
 
     def _decode_all(self, cache_bytes: int) -> np.ndarray | None:
-        if not self.uids:
-            return None
-        first_CHW = self._decode(0)
+        first_CHW = self.images([0])[0]
         if first_CHW.nbytes * len(self) > cache_bytes:
             return None
         cache_NCHW = np.empty((len(self), *first_CHW.shape), np.uint8)
-        for index in range(len(self)):
-            cache_NCHW[index] = self._decode(index)
+        for indices in self._parts(DECODED_AT_ONCE):
+            cache_NCHW[indices] = self.images(indices).numpy()
         return cache_NCHW
+
+    def _parts(self, size: int) -> Iterator[np.ndarray]:
+        """All indices, some at a time."""
+        for start in range(0, len(self), size):
+            yield np.arange(start, min(start + size, len(self)))
+
+
+def _shared(shape: tuple[int, ...]) -> Tensor:
+    """An empty uint8 tensor; in a loader process in memory that the trainer sees too, so that nothing is copied."""
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=torch.uint8)
+    storage = torch.UntypedStorage._new_shared(int(np.prod(shape)))
+    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
 
 class _Jobs(Dataset[Batch]):
     """Batches by number, for loader processes."""
 
-    def __init__(self, loader: "TrainLoader") -> None:
-        self._loader = loader
+    def __init__(self, make: Callable[[int], Batch], count: int) -> None:
+        self._make, self._count = make, count
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return self._count
 
     def __getitem__(self, number: int) -> Batch:
-        return self._loader.batch(number)
+        return self._make(number)
 
 
 def _leave_signals_to_the_rank(_worker: int) -> None:
@@ -165,12 +327,62 @@ def _leave_signals_to_the_rank(_worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+def _made_ahead(make: Callable[[int], Batch], count: int, workers: int) -> Iterator[Batch]:
+    """make(0), make(1) .. in this order, by `workers` processes of one thread each; by this one if there are none."""
+    if not workers:
+        return map(make, range(count))
+    loader = DataLoader(
+        _Jobs(make, count),
+        batch_size=None,
+        shuffle=False,
+        num_workers=workers,
+        prefetch_factor=BATCHES_AHEAD,
+        worker_init_fn=_leave_signals_to_the_rank,
+        pin_memory=torch.cuda.is_initialized(),  # where this process computes on a GPU
+    )
+    return iter(loader)
+
+
+def block_starts(bounds_S1: np.ndarray, size: int, generator: np.random.Generator) -> np.ndarray:
+    """The first sample of every block, ascending, int64 `[K]`. A block ends where the next begins.
+
+    Shards are cut every `size` samples, each from a place of its own that is drawn anew every epoch, so that the same
+    samples do not always come together.
+    """
+    sizes_S = np.diff(bounds_S1)
+    shifts_S = generator.integers(1, size, len(sizes_S), endpoint=True)
+    blocks_S = np.where(sizes_S > 0, 1 + np.ceil(np.maximum(sizes_S - shifts_S, 0) / size).astype(np.int64), 0)
+    shard_K = np.repeat(np.arange(len(sizes_S)), blocks_S)
+    number_K = np.arange(len(shard_K)) - np.repeat(np.cumsum(blocks_S) - blocks_S, blocks_S)  # within its shard
+    return bounds_S1[shard_K] + np.where(number_K > 0, shifts_S[shard_K] + (number_K - 1) * size, 0)
+
+
+class EpochOrder:
+    """The samples of one epoch: blocks in random order, each in the order in which it is stored."""
+
+    def __init__(self, bounds_S1: np.ndarray, block_samples: int, seed: int, epoch: int) -> None:
+        """bounds_S1: see `ShardDataset.shard_bounds`. block_samples: at most, in a block."""
+        shifts = np.random.Generator(np.random.PCG64(derive_seed(seed, "blocks", epoch)))
+        starts_K = block_starts(bounds_S1, block_samples, shifts)
+        lengths_K = np.diff(starts_K, append=bounds_S1[-1])
+        generator = torch.Generator().manual_seed(derive_seed(seed, "epoch", epoch))
+        order_K = torch.randperm(len(starts_K), generator=generator).numpy()
+        self._ends_K = np.cumsum(lengths_K[order_K])
+        self._last_K = starts_K[order_K] + lengths_K[order_K]
+
+    def samples(self, places_B: np.ndarray) -> np.ndarray:
+        """The samples at these places of the epoch, int64 `[B]`."""
+        block_B = np.searchsorted(self._ends_K, places_B, "right")
+        return self._last_K[block_B] - (self._ends_K[block_B] - places_B)
+
+
 class TrainLoader:
     """The batches of a range of steps, as this rank sees them.
 
     The samples stand in one endless line: epoch after epoch, each in an order drawn from (seed, epoch). Step s takes
     samples s * batch_size .. (s + 1) * batch_size of it. Micro-batch a of rank r holds the rows from
-    (a * world + r) * rows on, so that the union over micro-batches and ranks is the same for any layout.
+    (a * world + r) * rows on, so that the union over micro-batches and ranks is the same for any layout. Every rank
+    sees the same number of batches, whatever the shards hold.
 
     Iterating yields `accumulate` batches per step, one after the other: step, micro-batch, `Batch.first` ascending.
     """
@@ -186,12 +398,17 @@ class TrainLoader:
         world: int = 1,
         accumulate: int = 1,
         workers: int = 0,
+        block_samples: int = 1,
     ) -> None:
         """batch_size: images per step over all ranks. steps: numbers of the steps, from 0. workers: loader processes;
-        they change nothing in the batches, and none are started where the pictures are in memory.
+        they change nothing in the batches, and none are started where the pictures are in memory. block_samples: that
+        lie together in a shard and stay together in an epoch, so that one read brings them; 1 = a full shuffle.
         """
-        if not len(dataset):
-            raise UserError(f"{dataset.folder}: split {dataset.split!r} has no samples; change caption.*_share")
+        if len(dataset) < world:
+            raise UserError(
+                f"{dataset.folder}: split {dataset.split!r} has {len(dataset)} samples for {world} ranks; "
+                "change caption.*_share or pretrain.data_share, give more data, or use fewer ranks"
+            )
         if batch_size % (world * accumulate):
             raise UserError(f"batch_size {batch_size} does not divide over {world} ranks x {accumulate} micro-batches")
         self.dataset = dataset
@@ -204,6 +421,7 @@ class TrainLoader:
         self._world = world
         self._accumulate = accumulate
         self._workers = 0 if dataset.is_cached else workers
+        self._block_samples = block_samples
         self._order = lru_cache(maxsize=2)(self._draw_order)
 
     def __len__(self) -> int:
@@ -211,33 +429,22 @@ class TrainLoader:
         return len(self.steps) * self._accumulate
 
     def __iter__(self) -> Iterator[Batch]:
-        if not self._workers:
-            return (self.batch(number) for number in range(len(self)))
-        loader = DataLoader(
-            _Jobs(self),
-            batch_size=None,
-            shuffle=False,
-            num_workers=self._workers,
-            prefetch_factor=4,
-            worker_init_fn=_leave_signals_to_the_rank,
-        )
-        return iter(loader)
+        return _made_ahead(self.batch, len(self), self._workers)
 
     def batch(self, number: int) -> Batch:
         """Micro-batch `number`, counted from the first of the first step."""
         step = self.steps[number // self._accumulate]
         first = (number % self._accumulate * self._world + self._rank) * self.rows
-        start = step * self._batch_size + first
-        indices = [self._sample(position) for position in range(start, start + self.rows)]
-        return self.dataset.batch(indices, self._pad_id, first, self._batch_size, step)
+        positions_B = step * self._batch_size + first + np.arange(self.rows)
+        return self.dataset.batch(self._samples(positions_B), self._pad_id, first, self._batch_size, step)
 
-    def _sample(self, position: int) -> int:
-        epoch, place = divmod(position, len(self.dataset))
-        return self._order(epoch)[place]
+    def _samples(self, positions_B: np.ndarray) -> np.ndarray:
+        epochs_B, places_B = np.divmod(positions_B, len(self.dataset))
+        parts = [self._order(int(epoch)).samples(places_B[epochs_B == epoch]) for epoch in np.unique(epochs_B)]
+        return np.concatenate(parts)
 
-    def _draw_order(self, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed(derive_seed(self._seed, "epoch", epoch))
-        return torch.randperm(len(self.dataset), generator=generator).tolist()
+    def _draw_order(self, epoch: int) -> EpochOrder:
+        return EpochOrder(self.dataset.shard_bounds, self._block_samples, self._seed, epoch)
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_order"}
@@ -247,8 +454,42 @@ class TrainLoader:
         self._order = lru_cache(maxsize=2)(self._draw_order)
 
 
-def eval_batches(dataset: ShardDataset, batch_size: int, pad_id: int) -> Iterator[Batch]:
-    """Every sample once, in shard order; the last batch may be smaller. `total` is the size of the split."""
-    for step, start in enumerate(range(0, len(dataset), batch_size)):
-        indices = list(range(start, min(start + batch_size, len(dataset))))
-        yield dataset.batch(indices, pad_id, start, len(dataset), step)
+def on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """The same batches on `device`. On a GPU the next one is copied while this one is worked on."""
+    if device.type != "cuda":
+        yield from (batch.to(device) for batch in batches)
+        return
+    side, ready = torch.cuda.Stream(device), None
+    for batch in batches:
+        pinned = batch if batch.images_BCHW.is_pinned() else batch.pin_memory()
+        with torch.cuda.stream(side):
+            coming = (pinned.to(device), side.record_event())
+        if ready is not None:
+            yield _taken_over(*ready)
+        ready = coming
+    if ready is not None:
+        yield _taken_over(*ready)
+
+
+def _taken_over(batch: Batch, copied: torch.cuda.Event) -> Batch:
+    """Let the current stream wait for the copy, and the memory live until that stream is done with it."""
+    current = torch.cuda.current_stream(batch.images_BCHW.device)
+    current.wait_event(copied)
+    for tensor in batch._tensors():
+        tensor.record_stream(current)
+    return batch
+
+
+def eval_batches(dataset: ShardDataset, batch_size: int, pad_id: int, workers: int = 0) -> Iterator[Batch]:
+    """Every sample once, in shard order; the last batch may be smaller. `total` is the size of the split.
+
+    workers: loader processes; they change nothing in the batches.
+    """
+    make = partial(_eval_batch, dataset, batch_size, pad_id)
+    return _made_ahead(make, -(-len(dataset) // batch_size), 0 if dataset.is_cached else workers)
+
+
+def _eval_batch(dataset: ShardDataset, batch_size: int, pad_id: int, step: int) -> Batch:
+    start = step * batch_size
+    indices = np.arange(start, min(start + batch_size, len(dataset)))
+    return dataset.batch(indices, pad_id, start, len(dataset), step)

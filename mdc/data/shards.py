@@ -1,6 +1,7 @@
 """The final WebDataset shards: image and tokens of each kept pair, shuffled once, with an index of offsets."""
 
 import json
+import math
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ import pyarrow.parquet as pq
 from mdc.config import ShardParams
 from mdc.data.captions import FILE as CAPTIONS_FILE
 from mdc.data.captions import SPLITS
+from mdc.data.columns import FOLDER as COLUMNS
+from mdc.data.columns import Columns, write_columns
 from mdc.data.tars import FixedTar, Member, members
 from mdc.data.tokenizer import FILE as TOKENIZER_FILE
 from mdc.draws import derive_seed
@@ -22,7 +25,7 @@ from mdc.files import MANIFEST, fingerprint, read_json, read_manifest, sha256, w
 
 INDEX = "index.json"
 SAMPLES = "samples.parquet"
-FORMAT = "mdc-shards-1"
+FORMAT = "mdc-shards-2"
 SAMPLES_SCHEMA = pa.schema(
     [
         ("uid", pa.string()),
@@ -91,7 +94,8 @@ def _write_shard(path: Path, rows: list[dict[str, Any]], pictures: _Pictures) ->
 
 
 def write_shards(params: ShardParams, downloaded: Path, captions: Path, output: Path) -> None:
-    """Join pictures and tokens by uid and write the tars, `samples.parquet`, `index.json` and `tokenizer.json`.
+    """Join pictures and tokens by uid; write the tars, `samples.parquet` with its columns for training (see `columns`),
+    `index.json` and `tokenizer.json`.
 
     Equal inputs give equal bytes. The data version is a hash over the checksums of all shards and the tokenizer.
     """
@@ -113,6 +117,7 @@ def write_shards(params: ShardParams, downloaded: Path, captions: Path, output: 
                 splits[split].append(record)
         pictures.close()
         pq.write_table(pa.Table.from_pylist(samples, SAMPLES_SCHEMA), temporary / SAMPLES)
+        write_columns(temporary / SAMPLES, temporary / COLUMNS)
         (temporary / TOKENIZER_FILE).write_bytes((captions / TOKENIZER_FILE).read_bytes())
         version = fingerprint({"shards": splits, "tokenizer": sha256(temporary / TOKENIZER_FILE)})
         index = {"format": FORMAT, "version": version, "image_format": pictures.extension, "splits": splits}
@@ -138,23 +143,38 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def _listed(table: pa.Table, extension: str) -> dict[str, list[Member]]:
-    """The members that `samples.parquet` says each shard has."""
-    listed: dict[str, list[Member]] = {}
-    columns = ("uid", "shard", "image_offset", "image_bytes", "json_offset", "json_bytes")
-    for uid, shard, *places in zip(*(table[name].to_pylist() for name in columns), strict=True):
-        pair = [Member(f"{uid}.{extension}", *places[:2]), Member(f"{uid}.json", *places[2:])]
-        listed.setdefault(shard, []).extend(pair)
-    return listed
+class _Listed:
+    """What `samples.parquet` and the columns say of the samples, rows in the order of the shards."""
+
+    def __init__(self, folder: Path, index: dict[str, Any]) -> None:
+        names = ["uid", "shard", "image_offset", "image_bytes", "json_offset", "json_bytes"]
+        self.table = pq.read_table(folder / SAMPLES, columns=names, read_dictionary=["shard"])
+        self.columns = Columns(folder / COLUMNS)
+        self.extension: str = index["image_format"]
+
+    def problem(self, shard: str, rows: slice, found: list[Member]) -> str:
+        """rows: of the shard, by the index. found: its members."""
+        table = self.table.slice(rows.start, rows.stop - rows.start)
+        places = [table[name].to_pylist() for name in self.table.column_names[2:]]
+        expected: list[Member] = []
+        for uid, *at in zip(table["uid"].to_pylist(), *places, strict=True):
+            expected += [Member(f"{uid}.{self.extension}", *at[:2]), Member(f"{uid}.json", *at[2:])]
+        if found != expected or set(table["shard"].to_pylist()) != {shard}:
+            return f"has members other than {SAMPLES} lists"
+        columns = self.columns
+        own = (columns.uids(np.arange(rows.start, rows.stop)), columns.image_offset[rows], columns.image_bytes[rows])
+        same = own[0] == table["uid"].to_pylist() and [part.tolist() for part in own[1:]] == places[:2]
+        return "" if same else f"has members other than {COLUMNS}/ lists"
 
 
-def _problem(path: Path, record: dict[str, Any], listed: list[Member], contents: bool) -> str:
+def _size_problem(path: Path, record: dict[str, Any]) -> str:
     if not path.is_file():
         return "is missing"
-    if path.stat().st_size != record["bytes"]:
-        return f"has {path.stat().st_size} bytes, not {record['bytes']}"
-    if not contents:
-        return ""
+    size = path.stat().st_size
+    return f"has {size} bytes, not {record['bytes']}" if size != record["bytes"] else ""
+
+
+def _content_problem(path: Path, record: dict[str, Any], rows: slice, listed: _Listed) -> str:
     if sha256(path) != record["sha256"]:
         return "has another checksum than the index says"
     try:
@@ -163,27 +183,38 @@ def _problem(path: Path, record: dict[str, Any], listed: list[Member], contents:
         return f"is no readable tar ({error})"
     if len(found) != 2 * record["samples"]:
         return f"holds {len(found)} members, not 2 x {record['samples']}"
-    return "" if found == listed else f"has members other than {SAMPLES} lists"
+    return listed.problem(path.name, rows, found)
 
 
-def verify_shards(folder: Path, contents: bool = True) -> dict[str, int]:
-    """Compare every shard with the index: size, checksum, members and offsets. Returns samples per split.
+def _some_of(sizes: list[int], read_up_to: float, version: str) -> set[int]:
+    """Shards to read: a draw of as many as have no more than `read_up_to` bytes together."""
+    order = np.random.Generator(np.random.PCG64(derive_seed(version, "read"))).permutation(len(sizes))
+    return set(order[np.cumsum(np.array(sizes)[order]) <= read_up_to].tolist()) if sizes else set()
 
-    contents: read every shard; without it only counts and sizes are compared.
-    Raises UserError that names each damaged shard.
+
+def verify_shards(folder: Path, read_up_to: float = math.inf) -> dict[str, int]:
+    """Compare every shard with the index. Returns samples per split.
+
+    Counts and sizes are compared always; checksum, members and offsets of all shards, or of a draw of them with no
+    more than `read_up_to` bytes together. Raises UserError that names each damaged shard.
     """
     index = read_index(folder)
-    table = pq.read_table(folder / SAMPLES)
-    listed = _listed(table, index["image_format"])
-    problems = [
-        f"{folder / record['file']} {problem}"
-        for records in index["splits"].values()
-        for record in records
-        if (problem := _problem(folder / record["file"], record, listed.get(record["file"], []), contents))
-    ]
     counts = {split: sum(record["samples"] for record in records) for split, records in index["splits"].items()}
-    if table.num_rows != sum(counts.values()):
-        problems.append(f"{folder / SAMPLES} lists {table.num_rows} samples, the index {counts}")
+    listed = _Listed(folder, index)
+    for name, count in ((SAMPLES, listed.table.num_rows), (f"{COLUMNS}/", len(listed.columns))):
+        if count != sum(counts.values()):
+            raise UserError(f"{folder / name} lists {count} samples, the index {counts}; run `mdc stage shard` again")
+    records = [record for split in SPLITS for record in index["splits"][split]]
+    read = _some_of([record["bytes"] for record in records], read_up_to, index["version"])
+    problems, row = [], 0
+    for number, record in enumerate(records):
+        path, rows = folder / record["file"], slice(row, row + record["samples"])
+        row = rows.stop
+        problem = _size_problem(path, record)
+        if not problem and number in read:
+            problem = _content_problem(path, record, rows, listed)
+        if problem:
+            problems.append(f"{path} {problem}")
     if problems:
         raise UserError("\n".join(problems) + "\nRun `mdc stage shard` again")
     return counts

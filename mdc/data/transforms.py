@@ -16,8 +16,9 @@ LOG_RATIO = math.log(4 / 3)  # widest aspect ratio of a crop, either way
 
 
 def normalise(images_BCHW: Tensor) -> Tensor:
-    """uint8 to float32 in [-1, 1]."""
-    return images_BCHW.float().div_(255 * STD).sub_(MEAN / STD)
+    """uint8, in any memory layout, to contiguous float32 in [-1, 1]."""
+    floats_BCHW = torch.empty(images_BCHW.shape, dtype=torch.float32, device=images_BCHW.device)
+    return floats_BCHW.copy_(images_BCHW).div_(255 * STD).sub_(MEAN / STD)
 
 
 def _resize(images_BCHW: Tensor, size: int) -> Tensor:
@@ -34,17 +35,29 @@ def eval_images(images_BCHW: Tensor, size: int) -> Tensor:
 
 
 def _crops(count: int, crop_min_area: float, flip: bool, draws: Draws) -> Tensor:
-    """Affine maps `[B, 2, 3]` from the output's corners at -1 and 1 to those of a random rectangle of the picture."""
+    """A random rectangle per picture, `[B, 4]`: half its width and height, and its middle, where the picture's corners
+    lie at -1 and 1. A negative width is a mirrored picture.
+    """
     area_B, ratio_B, x_B, y_B, mirror_B = draws.uniform(count, 5).unbind(1)
     area_B = crop_min_area + (1 - crop_min_area) * area_B
     ratio_B = torch.exp((2 * ratio_B - 1) * LOG_RATIO)
     width_B = (area_B * ratio_B).sqrt().clamp(max=1)
     height_B = (area_B / ratio_B).sqrt().clamp(max=1)
     sign_B = torch.where(mirror_B < 0.5, -1.0, 1.0) if flip else torch.ones(count)
-    zero_B = torch.zeros(count)
-    across_B3 = torch.stack([sign_B * width_B, zero_B, (2 * x_B - 1) * (1 - width_B)], 1)
-    down_B3 = torch.stack([zero_B, height_B, (2 * y_B - 1) * (1 - height_B)], 1)
-    return torch.stack([across_B3, down_B3], 1)
+    return torch.stack([sign_B * width_B, height_B, (2 * x_B - 1) * (1 - width_B), (2 * y_B - 1) * (1 - height_B)], 1)
+
+
+def _grid(crops_B4: Tensor, size: int) -> Tensor:
+    """Where the pixels `[size, size]` of the output lie in the picture, `[B, H, W, 2]` as (x, y).
+
+    `F.affine_grid` for rectangles that are not turned, at a twentieth of its time.
+    """
+    middles_S = torch.linspace(-1, 1, size, device=crops_B4.device) * ((size - 1) / size)
+    width_B1, height_B1, x_B1, y_B1 = crops_B4.split(1, 1)
+    grid_BHW2 = crops_B4.new_empty(len(crops_B4), size, size, 2)
+    grid_BHW2[..., 0] = (width_B1 * middles_S + x_B1)[:, None, :]
+    grid_BHW2[..., 1] = (height_B1 * middles_S + y_B1)[:, :, None]
+    return grid_BHW2
 
 
 def train_images(images_BCHW: Tensor, size: int, crop_min_area: float, flip: bool, draws: Draws) -> Tensor:
@@ -53,10 +66,11 @@ def train_images(images_BCHW: Tensor, size: int, crop_min_area: float, flip: boo
     crop_min_area: smallest share of the picture's area; its aspect ratio lies in [3/4, 4/3]. flip: mirror half of them.
     draws: the same picture gets the same crop for any layout of ranks.
     """
-    count, channels, height, _ = images_BCHW.shape
+    count, _, height, _ = images_BCHW.shape
     floats_BCHW = normalise(images_BCHW)
     if height > 2 * size:  # bilinear sampling would skip pixels
         floats_BCHW = _resize(floats_BCHW, 2 * size)
-    maps_B23 = _crops(count, crop_min_area, flip, draws).to(images_BCHW.device)
-    grid_BHW2 = F.affine_grid(maps_B23, [count, channels, size, size], align_corners=False)
-    return F.grid_sample(floats_BCHW, grid_BHW2, mode="bilinear", padding_mode="border", align_corners=False)
+    crops_B4 = _crops(count, crop_min_area, flip, draws).to(images_BCHW.device)
+    return F.grid_sample(
+        floats_BCHW, _grid(crops_B4, size), mode="bilinear", padding_mode="border", align_corners=False
+    )
