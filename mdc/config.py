@@ -304,6 +304,28 @@ class ReportParams(Section):
     credit: str = ""  # the source and licence of the pictures
 
 
+class SlurmParams(Section):
+    """What a training asks of Slurm. One GPU per rank is asked for besides, unless `compute.device` is cpu."""
+
+    script: str = "infra/slurm/pretrain.sbatch"
+    partition: str = ""  # "" = the cluster's own
+    account: str = ""  # "" = the user's own
+    time: str = "24:00:00"  # of one run of the job, which goes on in the next one
+    cpus_per_node: int = Field(0, ge=0)  # 0 = the cluster's own
+    options: list[str] = []  # more of sbatch's, as ["--qos=long", "--exclusive"]
+
+
+class KubernetesParams(Section):
+    """What a training asks of Kubernetes. One GPU per rank is asked for besides, unless `compute.device` is cpu."""
+
+    manifest: str = "infra/kubernetes/pretrain.yaml"
+    namespace: str = "default"
+    image: str = "mdc"
+    claim: str = "mdc"  # the persistent volume claim that holds this folder
+    cpus: int = Field(8, ge=1)  # per pod
+    memory: str = "64Gi"  # per pod
+
+
 class ComputeParams(Section):
     """Where and how the work runs. Changing these does not make finished work stale."""
 
@@ -314,7 +336,14 @@ class ComputeParams(Section):
     compile: bool = False  # torch.compile, layer by layer
     fused_attention: bool = True  # false: plain matrix products and softmax, to compare
     fused_optimizer: bool = True  # false: AdamW tensor operation by tensor operation, to compare
-    processes: int = Field(1, ge=1)  # ranks that torchrun starts on this machine
+    launcher: Literal["local", "hosts", "slurm", "kubernetes"] = "local"  # who starts the ranks of a training
+    hosts: int = Field(1, ge=1)  # machines that train together
+    endpoint: str = ""  # launcher hosts: HOST:PORT of the first host, where the others meet it
+    processes: int = Field(1, ge=1)  # ranks per host, one per GPU
+    restarts: int = Field(2, ge=0)  # failures in a row, without a new checkpoint between them, that are tried again
+    rendezvous_timeout: float = Field(900.0, gt=0)  # seconds that hosts wait for one another, lost ones included
+    slurm: SlurmParams = SlurmParams()
+    kubernetes: KubernetesParams = KubernetesParams()
     workers: int = Field(1, ge=0)  # loader processes per rank
     rank_timeout: float = Field(300.0, gt=0)  # seconds that ranks wait for a silent one before all of them fail
     preflight: bool = True  # look at shards, memory, disk and tracking before the first step
@@ -324,6 +353,19 @@ class ComputeParams(Section):
     distributor: Literal["multiprocessing", "ray"] = "multiprocessing"  # of downloads: this machine, or a cluster
     ray_address: str = "auto"  # of the cluster's head; auto = the one that runs on this machine
     data_workers: int = Field(1, ge=1)  # processes of the caption and shard stages
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.launcher == "local" and self.hosts > 1:
+            raise ValueError(f"hosts {self.hosts} with launcher local, which is one host; set launcher: hosts")
+        if self.launcher == "hosts" and not re.fullmatch(r"\S+:\d+", self.endpoint):
+            raise ValueError(f"endpoint {self.endpoint!r} is no HOST:PORT; name the first host, as 10.0.0.1:29500")
+        if self.hosts > 1 and self.rendezvous_timeout <= self.rank_timeout:
+            raise ValueError(
+                f"rendezvous_timeout {self.rendezvous_timeout:g} must be above rank_timeout {self.rank_timeout:g}: "
+                "a host that waits for the others must outwait a rank that waits for a silent one"
+            )
+        return self
 
 
 class TrackingParams(Section):
@@ -357,11 +399,12 @@ class Params(Section):
                 f"download.image_size {self.download.image_size} is below pretrain.image_size "
                 f"{self.pretrain.image_size}: pictures would be enlarged; raise download.image_size"
             )
-        ranks = self.compute.processes * self.pretrain.accumulate
+        ranks = self.compute.hosts * self.compute.processes * self.pretrain.accumulate
         if self.pretrain.batch_size % ranks:
             raise ValueError(
                 f"pretrain.batch_size {self.pretrain.batch_size} does not divide over compute.processes "
-                f"{self.compute.processes} x pretrain.accumulate {self.pretrain.accumulate}"
+                f"{self.compute.processes} x compute.hosts {self.compute.hosts} x pretrain.accumulate "
+                f"{self.pretrain.accumulate}"
             )
         for name, length in (
             ("caption_length", self.evaluate.caption_length),
