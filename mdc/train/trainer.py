@@ -54,9 +54,7 @@ class Trainer:
         self.config = ModelConfig(pretrain=self.hyper, vocabulary=vocabulary, max_tokens=params.caption.max_tokens)
         self.train_set = ShardDataset(shards, "train", share=self.hyper.data_share)
         self.validation_set = ShardDataset(shards, "validation")
-        longest = max(
-            (int(some.lengths.max()) for some in (self.train_set, self.validation_set) if len(some)), default=0
-        )
+        longest = max(self.train_set.longest, self.validation_set.longest)
         if longest > self.config.max_tokens:
             raise UserError(
                 f"{shards} holds a caption of {longest} tokens but caption.max_tokens is {self.config.max_tokens}; "
@@ -176,6 +174,7 @@ class Trainer:
             world=self.world,
             accumulate=self.hyper.accumulate,
             workers=self.params.compute.workers,
+            block_samples=self.hyper.block_samples,
             pad_id=self.config.vocabulary.pad_id,
         )
 
