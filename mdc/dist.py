@@ -73,13 +73,13 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     return total
 
 
-def all_reduce_max(value: int) -> int:
-    """The largest value of any rank. It lives on the host, so that asking for it does not wait for a device."""
+def all_reduce_max(values: list[int]) -> list[int]:
+    """The largest of each value over ranks. They live on the host: asking for them does not wait for a device."""
     if world_size() == 1:
-        return value
-    highest = torch.tensor(value)
+        return values
+    highest = torch.tensor(values)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    return int(highest)
+    return highest.tolist()
 
 
 def gather_objects(value: T) -> list[T]:

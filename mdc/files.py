@@ -1,5 +1,6 @@
 """Files that appear whole or not at all, content hashes, and the manifest that marks a stage as done."""
 
+import ctypes
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ from typing import Any
 from mdc.errors import UserError
 
 MANIFEST = "manifest.json"
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
 READ_UP_TO = 10 * 2**30  # bytes; more would keep a stage waiting for minutes
 
 
@@ -63,11 +65,19 @@ def whole_folder(path: Path) -> Iterator[Path]:
             if file.is_file():
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
-        shutil.rmtree(path, ignore_errors=True)
-        temporary.replace(path)
+        replaced = path.is_dir() and not path.is_symlink() and _exchanged(temporary, path)
+        if not replaced:
+            shutil.rmtree(path, ignore_errors=True)
+            temporary.rename(path)
         _sync_folder(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Let two paths change places, so that there is no moment without either; False where the system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux
+    return rename is not None and rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
 
 
 def write_json(path: Path, value: Any) -> None:

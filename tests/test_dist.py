@@ -32,7 +32,7 @@ with dist.process_group(torch.device("cpu"), timeout_s=60):
         "rank": rank, "world": dist.world_size(), "main": dist.is_main(), "local": dist.local_rank(),
         "gathered": gathered.flatten().tolist(), "grad": x.grad.tolist(),
         "sum": total.tolist(), "sum_has_grad": total.requires_grad,
-        "max": dist.all_reduce_max(rank * 7), "objects": dist.gather_objects({"rank": rank}), "alone": lonely,
+        "max": dist.all_reduce_max([rank * 7, -rank]), "objects": dist.gather_objects({"rank": rank}), "alone": lonely,
     }
     with open(f"{sys.argv[1]}/{rank}.json", "w") as file:
         json.dump(answer, file)
@@ -45,7 +45,7 @@ def test_one_process_is_the_identity() -> None:
     assert (dist.rank(), dist.world_size(), dist.is_main(), dist.is_initialized()) == (0, 1, True, False)
     assert dist.all_reduce_sum(x) is x
     assert dist.all_gather(x) is x
-    assert dist.all_reduce_max(4) == 4
+    assert dist.all_reduce_max([4, -1]) == [4, -1]
     assert dist.gather_objects("a") == ["a"]
     dist.barrier()
     with dist.process_group(torch.device("cpu"), timeout_s=1):
@@ -81,7 +81,7 @@ def test_a_gather_has_gradient_to_every_ranks_part(answers: list[dict[str, Any]]
 def test_sums_maxima_and_objects_are_of_all_ranks(answers: list[dict[str, Any]]) -> None:
     for a in answers:
         assert (a["sum"], a["sum_has_grad"]) == ([3, 3], False)
-        assert a["max"] == 7
+        assert a["max"] == [7, 0]
         assert a["objects"] == [{"rank": 0}, {"rank": 1}]
 
 

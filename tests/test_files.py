@@ -64,6 +64,28 @@ def test_a_folder_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a", "a/sub", "a/sub/new.txt"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="folders are exchanged in one step on Linux alone")
+def test_a_folder_that_is_replaced_is_there_at_every_moment(tmp_path: Path) -> None:
+    watch = (
+        "import os, sys\nwhile not os.path.exists('end'):\n    if not os.path.exists('a/file'):\n        sys.exit(3)\n"
+    )
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").touch()
+    watcher = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True)\n" + watch], cwd=tmp_path, stdout=subprocess.PIPE
+    )
+    assert watcher.stdout is not None
+    watcher.stdout.readline()
+    for number in range(60):
+        with whole_folder(tmp_path / "a") as folder:
+            for name in ("file", *map(str, range(20))):
+                (folder / name).write_text(str(number))
+    (tmp_path / "end").touch()
+    assert watcher.wait() == 0
+    assert (tmp_path / "a" / "file").read_text() == "59"
+    assert names(tmp_path) == sorted(["a", "end", "a/file", *(f"a/{name}" for name in range(20))])
+
+
 def test_an_error_leaves_the_old_folder(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "old.txt").write_text("old")

@@ -7,6 +7,7 @@ tokenizer.json      the tokenizer that the captions were made with
 
 import logging
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -124,36 +125,122 @@ def newest_checkpoint(work: Path) -> Path | None:
     return None
 
 
-def save_checkpoint(
-    work: Path,
-    step: int,
-    model: nn.Module,
-    config: ModelConfig,
-    tokenizer_path: Path,
-    state: dict[str, Any],
-    progress: dict[str, Any],
-    keep: int,
-) -> Path:
-    """Write `step-<step>` whole, read it back, and only then remove all but the newest `keep` checkpoints.
+def _save_state(state: dict[str, Any], path: Path) -> None:
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:  # torch's word for a file that does not grow; what happened is in its context
+        raise OSError(f"{path.name}: {error.__context__ or error}") from error
 
-    state: tensors and numbers, for torch.save. progress: what JSON can hold.
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A training at one moment, in host memory: what a checkpoint holds."""
+
+    step: int
+    weights: dict[str, Tensor]
+    state: dict[str, Any]  # tensors and numbers, for torch.save
+    progress: dict[str, Any]  # what JSON can hold
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where the checkpoints of a training go, and which of them stay.
+
+    keep: the newest so many. keep_every: also those of every so many steps, 0 for none. damaged: folders that were
+    passed over; they go with the first good checkpoint.
     """
-    folder = work / f"step-{step:08d}"
-    with files.whole_folder(folder) as temporary:
-        save_model(temporary, model, config, tokenizer_path)
-        torch.save(state, temporary / STATE)
-        files.write_json(temporary / PROGRESS, progress)
-        files.write_manifest(temporary, inputs={}, counts={"steps": step})
-    problem = files.damage(folder, read_up_to=inf)
-    if problem:
-        raise OSError(f"checkpoint {folder} does not read back as written ({problem}); older ones are kept")
-    for old in [other for other in step_folders(work) if other < folder][keep - 1 :]:
-        shutil.rmtree(old)
-    return folder
+
+    work: Path
+    config: ModelConfig
+    tokenizer_path: Path
+    keep: int
+    keep_every: int = 0
+    damaged: frozenset[Path] = frozenset()
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Write `step-<step>` under another name, read it back, let it appear, and only then remove older ones."""
+        folder = self.work / f"step-{snapshot.step:08d}"
+        with files.whole_folder(folder) as temporary:
+            save_model(temporary, snapshot.weights, self.config, self.tokenizer_path)
+            _save_state(snapshot.state, temporary / STATE)
+            files.write_json(temporary / PROGRESS, snapshot.progress)
+            files.write_manifest(temporary, inputs={}, counts={"steps": snapshot.step})
+            problem = files.damage(temporary, read_up_to=inf)
+            if problem:
+                raise OSError(f"checkpoint {folder} does not read back as written: {problem}")
+        for old in self.outdated(folder):
+            shutil.rmtree(old)
+        return folder
+
+    def outdated(self, newest: Path) -> list[Path]:
+        others = [folder for folder in step_folders(self.work) if folder != newest]
+        damaged = [folder for folder in others if folder in self.damaged]
+        older = [folder for folder in others if folder < newest and folder not in self.damaged]
+        return damaged + [folder for folder in older[self.keep - 1 :] if not self.stays(folder)]
+
+    def close(self) -> None:
+        """The training is over: leave the checkpoints that are kept for good in `kept-<work>`, and nothing else."""
+        kept = [folder for folder in step_folders(self.work) if self.stays(folder)]
+        if kept:
+            with files.whole_folder(self.work.with_name(f"kept-{self.work.name}")) as temporary:
+                for folder in kept:
+                    folder.rename(temporary / folder.name)
+        shutil.rmtree(self.work)
+
+    def stays(self, folder: Path) -> bool:
+        """Whether a checkpoint is kept for good."""
+        step = int(folder.name.removeprefix("step-"))
+        return folder not in self.damaged and self.keep_every > 0 and step % self.keep_every == 0
+
+
+class Writer:
+    """Writes checkpoints beside the training, one at a time.
+
+    One that cannot be written (the disk is full) is told at once and costs only itself: older ones stay, and the
+    training goes on. It ends when the next one fails as well, or when it was to be stopped with that one.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[bool] | None = None
+        self._failed = False
+
+    def start(self, snapshot: Snapshot) -> None:
+        """Wait for the one before, and write `snapshot` while the caller goes on."""
+        self.wait()
+        self._pending = self._thread.submit(self._written, snapshot, may_fail=not self._failed)
+
+    def wait(self, needed: bool = False) -> None:
+        """Wait until nothing is being written. Raises OSError if two failed in a row, or the last one is `needed`."""
+        if self._pending is not None:
+            self._failed = not self._pending.result()
+            self._pending = None
+        if needed and self._failed:
+            raise OSError(f"the last checkpoint could not be written; {self.store.work} holds the ones before it")
+
+    def _written(self, snapshot: Snapshot, may_fail: bool) -> bool:
+        try:
+            self.store.save(snapshot)
+        except (OSError, SafetensorError) as error:
+            if not may_fail:
+                raise OSError(f"two checkpoints in a row could not be written: {error}") from error
+            log.error(
+                "the checkpoint of step %d could not be written (%s); older ones are kept, and training goes on until "
+                "the next one is due: make room",
+                snapshot.step,
+                error,
+            )
+            return False
+        return True
 
 
 def load_checkpoint(folder: Path, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Load the weights into `model`, strictly, and return (state, progress) as they were saved, on the CPU."""
+    """Load the weights into `model`, strictly, and return (state, progress) as they were saved, on the CPU.
+
+    The state is mapped from its file, so that ranks of one machine share the memory.
+    """
     model.load_state_dict(load_file(folder / WEIGHTS), strict=True)
-    state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    state = torch.load(folder / STATE, map_location="cpu", weights_only=True, mmap=True)
     return state, files.read_json(folder / PROGRESS)

@@ -9,14 +9,15 @@ import contextlib
 import copy
 import csv
 import logging
+import math
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -29,8 +30,16 @@ from mdc.data.transforms import eval_images, train_images
 from mdc.draws import Draws, derive_seed
 from mdc.errors import UserError
 from mdc.objectives import OBJECTIVES, TextImage
-from mdc.train import checkpoint
-from mdc.train.optim import build_optimizer, learning_rate, scale_and_clip, set_learning_rate
+from mdc.train import checkpoint, strategy
+from mdc.train.optim import (
+    build_optimizer,
+    learning_rate,
+    optimizer_state,
+    restore_optimizer,
+    scale_and_clip,
+    set_learning_rate,
+)
+from mdc.train.pulse import Pulse
 from mdc.train.tracking import TrackedData, Tracker, git_commit
 from mdc.train.watch import Guard, Stop, Stopwatch, failures_recorded
 from mdc.train.work import BOOKKEEPING, COST, FAILURE, RUN, work_folder
@@ -62,11 +71,22 @@ class Trainer:
             )
 
         self.objective = choose("objective", self.hyper.objective, OBJECTIVES)
-        self.model = checkpoint.initial_model(self.config, self.hyper.seed).to(device)
-        self.averaged = copy.deepcopy(self.model) if self.hyper.ema_decay else None
-        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = build_optimizer(self.model, self.hyper)
-        self.guard = Guard(self.optimizer, self.train_set, device)
+        self.model = checkpoint.initial_model(self.config, self.hyper.seed)
+        self.averaged = copy.deepcopy(self.model).requires_grad_(False) if self.hyper.ema_decay else None
+        resumed = self._newest()
+        if resumed is not None:
+            state, progress = checkpoint.load_checkpoint(resumed, self.model)
+            if self.averaged is not None:
+                self.averaged.load_state_dict(state["averaged"], strict=True)
+        self.replica = self._spread(self.model)
+        self.weights = list(self.model.parameters())
+        self.parameters = [weight for weight in self.weights if weight.requires_grad]
+        self.optimizer = build_optimizer(self.model, self.hyper, params.compute.fused_optimizer)
+        self.averages: list[Tensor] = []
+        if self.averaged is not None:
+            self.averaged = self._spread(self.averaged)
+            self.averages = list(self.averaged.parameters())
+        self.guard = Guard(self.optimizer, self.train_set, device, self.hyper.skip_nonfinite)
 
         self.done = 0  # updates
         self.saved = -1  # updates in the newest checkpoint
@@ -74,15 +94,18 @@ class Trainer:
         self.history: list[dict[str, float | int | None]] = []
         self.run_id: str | None = None
         self.seconds = 0.0  # of training up to the newest row, without validation and checkpoints
-        self._resume()
+        if resumed is not None:
+            self._resume(state, progress)
 
-        if params.compute.compile:
-            self.model.compile()
-        self.replica: nn.Module = self.model
-        if self.world > 1:
-            self.replica = DistributedDataParallel(self.model, forward_sync_buffers=False, gradient_as_bucket_view=True)
+        self.writer = checkpoint.Writer(self._store(resumed))
+        self.pulse = Pulse(stop, self.hyper.checkpoint_minutes)
         self.watch = Stopwatch()
         self.tracker: Tracker | None = None
+
+    def _spread(self, model: nn.Module) -> nn.Module:
+        compute = self.params.compute
+        strategy.prepare_layers(model, compute)
+        return strategy.spread(model.to(self.device), compute.strategy, self.device, self._bf16())
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -96,25 +119,24 @@ class Trainer:
                 set_learning_rate(self.optimizer, rate)
                 sums, parts = self._gradients(batches)
                 norm = scale_and_clip(self.parameters, self.world / sums[1].clamp(min=1), hyper.clip_norm)
-                self.guard.judge(self.done, sums, norm, parts)
-                self.optimizer.step()
-                self.objective.constrain(self.model)
-                self.optimizer.zero_grad(set_to_none=True)
-                self._average()
+                left_out = self.guard.judge(self.done, sums, norm, parts)
+                self._update(left_out)
                 self.done += 1
                 self.watch.steps += 1
-                self.since_row += sums
+                self.since_row += sums.where(left_out == 0, 0.0)
                 bar.update()
-                if self._due(hyper.log_every) or self._due(hyper.validate_every):
+                if logged := self._due(hyper.log_every) or self._due(hyper.validate_every):
                     self._log(rate, bar)
-                if self.done % hyper.checkpoint_every == 0:
+                signal, overdue = self.pulse.beat(ask=logged)
+                if signal or overdue or self._save_due():
                     self.save()
-                if number := self.stop.agreed():
-                    self.save()
+                if signal:
+                    self._end_of_saving(needed=True)
                     log.warning(
                         "stopped after step %d with a checkpoint; the same command goes on from there", self.done
                     )
-                    raise SystemExit(128 + number)
+                    raise SystemExit(128 + signal)
+            self._end_of_saving(needed=False)
 
     def _gradients(self, batches: Iterator[Batch]) -> tuple[Tensor, list[tuple[list[str], Tensor]]]:
         """Add up the gradient of the summed loss over this update's micro-batches.
@@ -127,7 +149,7 @@ class Trainer:
                 batch = next(batches)
             # layers that drop at random draw from torch's own generator
             torch.manual_seed(derive_seed(self.hyper.seed, self.done, "layers", batch.first))
-            with self._synchronised(last=part == self.hyper.accumulate - 1):
+            with strategy.exchange(self.replica, last=part == self.hyper.accumulate - 1):
                 inputs = self._augmented(batch)
                 with self._autocast():
                     loss, count = self.objective.loss(self.replica, inputs, self._draws(batch, "corruption"))
@@ -135,12 +157,6 @@ class Trainer:
             own += torch.stack([loss.detach(), count])
             parts.append((batch.uids, loss.detach()))
         return dist.all_reduce_sum(own), parts
-
-    def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Ranks exchange gradients once an update, with its last micro-batch."""
-        if isinstance(self.replica, DistributedDataParallel) and not last:
-            return self.replica.no_sync()
-        return contextlib.nullcontext()
 
     def _draws(self, batch: Batch, stream: str) -> Draws:
         return Draws.at(
@@ -157,12 +173,17 @@ class Trainer:
         )
         return TextImage(images_BCHW, batch.tokens_BL)
 
-    def _average(self) -> None:
-        if self.averaged is not None:
-            averages: list[Tensor] = list(self.averaged.parameters())
-            weights: list[Tensor] = list(self.model.parameters())
-            with torch.no_grad():
-                torch._foreach_lerp_(averages, weights, 1 - self.hyper.ema_decay)
+    @torch.no_grad()
+    def _update(self, left_out: Tensor) -> None:
+        """left_out: 1.0 where there is to be no update, else 0.0."""
+        if self.params.compute.fused_optimizer or not left_out.item():  # the fused one reads it on the device
+            self.optimizer.step()
+        self.objective.constrain(self.model)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.averages:
+            share = (1 - self.hyper.ema_decay) * (1 - left_out)  # a number would have to be asked of the device
+            averages, weights = ([strategy.own(tensor) for tensor in some] for some in (self.averages, self.weights))
+            torch._foreach_lerp_(averages, weights, [share] * len(averages))
 
     def _batches(self) -> TrainLoader:
         return TrainLoader(
@@ -229,6 +250,7 @@ class Trainer:
                 "lr": rate,
                 "images_per_s": speed,
                 "data_wait_share": waited / max(seconds, 1e-9),
+                "left_out_updates": self.guard.told,
             }
             self.tracker.log({name: value for name, value in metrics.items() if value is not None}, step=images)
 
@@ -237,7 +259,8 @@ class Trainer:
         """The loss on the validation split, or its first images, under the same corruption drawn once and for all.
 
         Each batch is judged by one rank alone and the sums are added in order, so that the number does not depend on
-        the ranks. None where the split is empty.
+        the ranks. A rank that has none left repeats the last one, since all ranks take part in a sharded model's
+        forward pass. None where the split is empty.
         """
         model = self.model if self.averaged is None else self.averaged
         dataset, size = self.validation_set, VALIDATION_BATCH
@@ -246,13 +269,16 @@ class Trainer:
         sums_N2 = torch.zeros(len(starts), 2, dtype=torch.float64, device=self.device)
         model.eval()
         with dist.alone(), self._autocast():
-            for number in range(self.rank, len(starts), self.world):
+            for turn in range(self.rank, math.ceil(len(starts) / self.world) * self.world, self.world):
+                number = min(turn, len(starts) - 1)
                 rows = range(starts[number], min(starts[number] + size, end))
                 batch = dataset.batch(list(rows), self.config.vocabulary.pad_id, 0, len(rows), number)
                 images_BCHW = eval_images(batch.images_BCHW.to(self.device), self.hyper.image_size)
                 draws = Draws.at(self.hyper.seed, "validation", number, width=self.config.max_tokens)
                 loss, count = self.objective.loss(model, TextImage(images_BCHW, batch.tokens_BL), draws)
-                sums_N2[number] = torch.stack([loss, count])
+                if turn == number:
+                    sums_N2[number] = torch.stack([loss, count])
+        strategy.reshard(model)
         model.train()
         loss_sum, total = dist.all_reduce_sum(sums_N2).sum(0).tolist()
         return loss_sum / total if total else None
@@ -261,63 +287,95 @@ class Trainer:
         """One line on what runs, where, and from which step."""
         start = f"taken up again at step {self.done}" if self.done else "from step 0"
         weights = sum(parameter.numel() for parameter in self.parameters)
-        precision = "bf16" if self._bf16() else "fp32"
+        spread = f"{self.params.compute.strategy}, " if self.world > 1 else ""
+        precision = "bf16" if self._bf16() else self.params.compute.precision.replace("auto", "fp32")
         return (
             f"training {self.hyper.objective} ({self.hyper.preset}, {weights / 1e6:.1f} million weights) on "
-            f"{len(self.train_set)} pairs, {self.world} x {self.device.type}, {precision}, {start} of "
+            f"{len(self.train_set)} pairs, {self.world} x {self.device.type}, {spread}{precision}, {start} of "
             f"{self.hyper.steps}"
         )
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write a checkpoint, unless this step has one. All ranks take part."""
+        """Take a checkpoint, unless this step has one, to be written beside the training. All ranks take part."""
         self.guard.check()
         if self.saved == self.done:
             return
         with self.watch.paused():
-            if self.rank == 0:
+            main = self.rank == 0
+            state = {
+                "optimizer": strategy.host_copy(optimizer_state(self.optimizer), keep=main),
+                "averaged": None if self.averaged is None else self._whole(self.averaged),
+            }
+            weights = self._whole(self.model)
+            if main:
                 if self.tracker is not None:
                     self.run_id = self.tracker.run_id
-                state = {
-                    "optimizer": self.optimizer.state_dict(),
-                    "averaged": None if self.averaged is None else self.averaged.state_dict(),
-                }
                 progress = {
                     "step": self.done,
                     "since_row": self.since_row.tolist(),
-                    "history": self.history,
+                    "history": self.history.copy(),
                     "run_id": self.run_id,
+                    "left_out": self.guard.told,
                     "seconds": self.seconds,
                 }
-                keep = self.hyper.keep_checkpoints
-                checkpoint.save_checkpoint(
-                    self.work, self.done, self.model, self.config, self.tokenizer_path, state, progress, keep
-                )
+                self.writer.start(checkpoint.Snapshot(self.done, weights, state, progress))
             dist.barrier()
         self.saved = self.done
+        self.pulse.rest()
 
-    def _resume(self) -> None:
-        """Take up the newest good checkpoint, the same one on every rank."""
+    def _whole(self, model: nn.Module) -> dict[str, Any]:
+        """A copy of the weights in the memory of rank 0's host. All ranks take part."""
+        return strategy.host_copy(model.state_dict(), keep=self.rank == 0)
+
+    def _save_due(self) -> bool:
+        return self.done % self.hyper.checkpoint_every == 0 or (
+            self.hyper.keep_every > 0 and self.done % self.hyper.keep_every == 0
+        )
+
+    def _end_of_saving(self, needed: bool) -> None:
+        """Wait for the checkpoint that is being written. needed: raise OSError if it does not come about."""
+        with self.watch.paused():
+            if self.rank == 0:
+                self.writer.wait(needed)
+            dist.barrier()
+
+    def _store(self, resumed: Path | None) -> checkpoint.Store:
+        """resumed: the checkpoint that was taken up; newer ones have been found damaged."""
+        damaged = {folder for folder in checkpoint.step_folders(self.work) if resumed is None or folder > resumed}
+        return checkpoint.Store(
+            self.work,
+            self.config,
+            self.tokenizer_path,
+            self.hyper.keep_checkpoints,
+            self.hyper.keep_every,
+            frozenset(damaged),
+        )
+
+    def _newest(self) -> Path | None:
+        """The newest good checkpoint, the same one on every rank."""
         newest = checkpoint.newest_checkpoint(self.work) if self.rank == 0 else None
-        folder = dist.gather_objects(newest)[0]
-        if folder is None:
-            return
-        state, progress = checkpoint.load_checkpoint(folder, self.model)
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.averaged is not None:
-            self.averaged.load_state_dict(state["averaged"])
+        return dist.gather_objects(newest)[0]
+
+    def _resume(self, state: dict[str, Any], progress: dict[str, Any]) -> None:
+        """Take up what was saved; the weights have been loaded."""
+        restore_optimizer(self.optimizer, state["optimizer"])
         self.done = self.saved = progress["step"]
         self.since_row += torch.tensor(progress["since_row"], dtype=torch.float64, device=self.device)
         self.history, self.run_id = progress["history"], progress["run_id"]
         self.seconds = progress["seconds"]
+        self.guard.resume(progress["left_out"])
 
-    def write(self, output: Path) -> str:
+    def whole_model(self) -> dict[str, Tensor]:
+        """The trained weights, or their average, on rank 0's host. All ranks take part."""
+        return self._whole(self.model if self.averaged is None else self.averaged)
+
+    def write(self, weights: dict[str, Tensor], output: Path) -> str:
         """Write the trained model and its loss curve as the folder `output`; returns the model's fingerprint."""
-        model = self.model if self.averaged is None else self.averaged
         images = self.done * self.hyper.batch_size
         with files.whole_folder(output) as temporary:
-            checkpoint.save_model(temporary, model, self.config, self.tokenizer_path)
+            checkpoint.save_model(temporary, weights, self.config, self.tokenizer_path)
             write_curve(temporary / "loss.csv", self.history)
             made = checkpoint.fingerprint(temporary)
             files.write_manifest(
@@ -408,7 +466,7 @@ def train(params: Params, shards: Path, output: Path, runs: Path, launched: bool
         if dist.is_main():
             _prepare(work, failure)
         dist.barrier()
-        with failures_recorded(failure, launched):
+        with failures_recorded(failure, launched), strategy.kernels(params.compute):
             if dist.is_main():
                 _check(shards)
             dist.barrier()
@@ -417,9 +475,10 @@ def train(params: Params, shards: Path, output: Path, runs: Path, launched: bool
                 log.info(trainer.summary())
             with _tracked(trainer, failure) as tracker, logging_redirect_tqdm():
                 trainer.run()
+                weights = trainer.whole_model()
                 if dist.is_main():
-                    made = trainer.write(output)
+                    made = trainer.write(weights, output)
                     if tracker is not None:
                         tracker.deliver(output, made)
             if dist.is_main():
-                shutil.rmtree(work)
+                trainer.writer.store.close()

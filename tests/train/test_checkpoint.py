@@ -10,24 +10,41 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from mdc import files
 from mdc.errors import UserError
 from mdc.train import checkpoint
+
+MakeStore = Callable[..., checkpoint.Store]
+MakeSnapshot = Callable[[int], checkpoint.Snapshot]
+MakeFull = Callable[[Callable[[], None], int], list[str]]
 
 
 @pytest.fixture
 def parts(tiny_config: Callable[..., Any], shards: Path) -> dict[str, Any]:
-    """What `save_checkpoint` writes."""
+    """What `save_model` writes."""
     config = tiny_config()
-    return {
-        "model": checkpoint.initial_model(config, seed=1),
-        "config": config,
-        "tokenizer_path": shards / "tokenizer.json",
-        "state": {"optimizer": {"state": {0: {"step": torch.tensor(3.0)}}}},
-        "progress": {"step": 3, "history": [{"lr": 0.1}]},
-    }
+    model = checkpoint.initial_model(config, seed=1)
+    return {"model": model, "config": config, "tokenizer_path": shards / "tokenizer.json"}
+
+
+@pytest.fixture
+def store(tmp_path: Path, parts: dict[str, Any]) -> Callable[..., checkpoint.Store]:
+    """`store(keep=2, **options)`: a store in the test's own folder."""
+
+    def make(keep: int = 2, **options: Any) -> checkpoint.Store:
+        return checkpoint.Store(tmp_path / "work", parts["config"], parts["tokenizer_path"], keep, **options)
+
+    return make
+
+
+@pytest.fixture
+def snapshot(parts: dict[str, Any]) -> Callable[[int], checkpoint.Snapshot]:
+    """`snapshot(step)`: a training at that step."""
+    state = {"optimizer": {0: {"step": torch.tensor(3.0), "exp_avg": torch.rand(5)}}, "averaged": None}
+    progress = {"history": [{"lr": 0.1}]}
+    return lambda step: checkpoint.Snapshot(step, parts["model"].state_dict(), state, {"step": step, **progress})
 
 
 def save_model(folder: Path, parts: dict[str, Any]) -> Path:
@@ -94,29 +111,67 @@ def test_an_untrained_model_depends_on_its_seed_and_on_nothing_else(tiny_config:
     assert torch.equal(after, torch.rand(1)), "building a model must leave the global generator alone"
 
 
-def test_a_checkpoint_of_a_training_gives_back_what_was_saved(tmp_path: Path, parts: dict[str, Any]) -> None:
-    folder = checkpoint.save_checkpoint(tmp_path, 3, **parts, keep=2)
+def test_a_checkpoint_of_a_training_gives_back_what_was_saved(
+    parts: dict[str, Any], store: MakeStore, snapshot: MakeSnapshot
+) -> None:
+    saved = snapshot(3)
+    folder = store().save(saved)
     model = checkpoint.initial_model(parts["config"], seed=2)
     state, progress = checkpoint.load_checkpoint(folder, model)
-    assert progress == parts["progress"]
-    assert state["optimizer"]["state"][0]["step"] == 3
-    saved = parts["model"].state_dict()
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+    assert progress == saved.progress
+    assert torch.equal(state["optimizer"][0]["exp_avg"], saved.state["optimizer"][0]["exp_avg"])
+    assert all(torch.equal(tensor, saved.weights[name]) for name, tensor in model.state_dict().items())
 
 
-def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, parts: dict[str, Any]) -> None:
+def names(work: Path) -> list[int]:
+    return [int(folder.name.removeprefix("step-")) for folder in checkpoint.step_folders(work)]
+
+
+def test_only_the_newest_checkpoints_are_kept(store: MakeStore, snapshot: MakeSnapshot) -> None:
     for step in (5, 10, 15, 100):
-        checkpoint.save_checkpoint(tmp_path, step, **parts, keep=2)
-    assert [folder.name for folder in checkpoint.step_folders(tmp_path)] == ["step-00000100", "step-00000015"]
+        store(keep=2).save(snapshot(step))
+    assert names(store().work) == [100, 15]
+
+
+def test_every_so_many_steps_one_is_kept_for_good(
+    tmp_path: Path, store: MakeStore, snapshot: MakeSnapshot, parts: dict[str, Any]
+) -> None:
+    kept = store(keep=1, keep_every=10)
+    for step in (5, 10, 15, 20, 25, 30, 33):
+        kept.save(snapshot(step))
+    assert names(kept.work) == [33, 30, 20, 10]
+    kept.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["kept-work"]
+    assert names(tmp_path / "kept-work") == [30, 20, 10]
+    assert checkpoint.load_model(tmp_path / "kept-work" / "step-00000020").config == parts["config"]
+
+
+def test_a_training_that_is_over_leaves_nothing_else(tmp_path: Path, store: MakeStore, snapshot: MakeSnapshot) -> None:
+    store().save(snapshot(5))
+    store().close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_checkpoints_go_with_the_first_good_one_and_count_for_nothing(
+    store: MakeStore, snapshot: MakeSnapshot
+) -> None:
+    folders = [store(keep=3).save(snapshot(step)) for step in (2, 4, 6)]
+    for folder in folders[1:]:
+        (folder / checkpoint.STATE).write_bytes(b"")
+    assert checkpoint.newest_checkpoint(store().work) == folders[0]
+    again = store(keep=2, damaged=frozenset(folders[1:]))
+    again.save(snapshot(6))  # in the place of a damaged one
+    assert names(again.work) == [6, 2]
+    assert checkpoint.newest_checkpoint(again.work) == folders[2]
 
 
 @pytest.mark.parametrize("file", [checkpoint.WEIGHTS, checkpoint.STATE, checkpoint.PROGRESS, "manifest.json"])
 @pytest.mark.parametrize("damage", ["half", "empty", "gone", "changed"])
 def test_a_damaged_checkpoint_is_passed_over_aloud(
-    tmp_path: Path, parts: dict[str, Any], caplog: pytest.LogCaptureFixture, file: str, damage: str
+    store: MakeStore, snapshot: MakeSnapshot, caplog: pytest.LogCaptureFixture, file: str, damage: str
 ) -> None:
-    good = checkpoint.save_checkpoint(tmp_path, 5, **parts, keep=2)
-    path = checkpoint.save_checkpoint(tmp_path, 10, **parts, keep=2) / file
+    good = store().save(snapshot(5))
+    path = store().save(snapshot(10)) / file
     content = path.read_bytes()
     if damage == "gone":
         path.unlink()
@@ -125,51 +180,136 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
     else:
         path.write_bytes(content[: len(content) // 2] if damage == "half" else b"")
     with caplog.at_level(logging.WARNING):
-        assert checkpoint.newest_checkpoint(tmp_path) == good
+        assert checkpoint.newest_checkpoint(store().work) == good
     assert "step-00000010 is damaged" in caplog.text
     assert path.parent.is_dir(), "nothing is removed"
+
+
+def test_what_does_not_read_back_does_not_appear(
+    store: MakeStore, snapshot: MakeSnapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that loses what it was given: the older checkpoint stays, and no damaged one appears."""
+    good = store(keep=1).save(snapshot(1))
+
+    write_manifest = files.write_manifest
+
+    def manifest(folder: Path, **more: Any) -> Any:
+        made = write_manifest(folder, **more)
+        (folder / checkpoint.STATE).write_bytes(b"\0" * (folder / checkpoint.STATE).stat().st_size)
+        return made
+
+    monkeypatch.setattr(files, "write_manifest", manifest)
+    with pytest.raises(OSError, match="does not read back"):
+        store(keep=1).save(snapshot(2))
+    assert checkpoint.step_folders(store().work) == [good]
+    assert checkpoint.newest_checkpoint(store().work) == good
 
 
 def in_child(work: Callable[[], None]) -> int:
     """The id of a forked process that does `work`."""
     pid = os.fork()
     if pid == 0:
-        work()
-        os._exit(0)
+        try:
+            work()
+        finally:
+            os._exit(0)
     return pid
 
 
-def test_a_kill_at_any_moment_leaves_a_good_checkpoint(tmp_path: Path, parts: dict[str, Any]) -> None:
+def test_a_kill_at_any_moment_leaves_a_good_checkpoint(
+    parts: dict[str, Any], store: MakeStore, snapshot: MakeSnapshot
+) -> None:
     def save_for_ever(step: int) -> None:
         while True:
             step += 1
-            checkpoint.save_checkpoint(tmp_path, step, **parts, keep=1)
+            store(keep=1).save(snapshot(step))
 
-    folder = checkpoint.save_checkpoint(tmp_path, 1, **parts, keep=1)
+    folder = store(keep=1).save(snapshot(1))
     for attempt in range(20):
         pid = in_child(partial(save_for_ever, int(folder.name.removeprefix("step-"))))
         time.sleep(0.03 + 0.007 * attempt)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        newest = checkpoint.newest_checkpoint(tmp_path)
+        newest = checkpoint.newest_checkpoint(store().work)
         assert newest is not None
         assert newest >= folder
         folder = newest
-        assert checkpoint.load_checkpoint(folder, parts["model"])[1] == parts["progress"]
+        assert checkpoint.load_checkpoint(folder, parts["model"])[1]["history"] == [{"lr": 0.1}]
 
 
-def test_a_full_disk_fails_aloud_and_keeps_the_older_checkpoint(tmp_path: Path, parts: dict[str, Any]) -> None:
-    good = checkpoint.save_checkpoint(tmp_path, 1, **parts, keep=1)
-    limit = (good / checkpoint.WEIGHTS).stat().st_size // 2
+@pytest.fixture
+def full_after(tmp_path: Path) -> MakeFull:
+    """`full_after(work, n)`: what `work` logs and raises in a child that can write no file of more than n bytes."""
 
-    def save() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        try:
-            checkpoint.save_checkpoint(tmp_path, 2, **parts, keep=1)
-        except (OSError, SafetensorError):
-            os._exit(7)
+    def run(work: Callable[[], None], limit: int) -> list[str]:
+        told = tmp_path / "told"
 
-    _, status = os.waitpid(in_child(save), 0)
-    assert os.waitstatus_to_exitcode(status) == 7
-    assert checkpoint.newest_checkpoint(tmp_path) == good
-    assert checkpoint.step_folders(tmp_path) == [good]
+        def limited() -> None:
+            lines: list[str] = []
+            handler = logging.Handler()
+            handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+            logging.getLogger("mdc").addHandler(handler)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            try:
+                work()
+            except OSError as error:
+                lines.append(f"raised: {error}")
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            told.write_text("\n".join(lines))
+
+        os.waitpid(in_child(limited), 0)
+        return told.read_text().splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize("room", ["for no file", "for all but the state"])
+def test_a_full_disk_costs_one_checkpoint_then_the_training_and_never_an_older_checkpoint(
+    store: MakeStore, snapshot: MakeSnapshot, full_after: MakeFull, room: str
+) -> None:
+    good = store(keep=1).save(snapshot(1))
+    weights = (good / checkpoint.WEIGHTS).stat().st_size
+    limit = weights // 2
+    if room == "for all but the state":
+        limit = 2 * weights
+        snapshot(2).state["averaged"] = {"more": torch.zeros(weights)}  # four bytes each
+
+    def write() -> None:
+        writer = checkpoint.Writer(store(keep=1))
+        for step in (2, 3, 4):
+            writer.start(snapshot(step))
+        writer.wait()
+
+    lines = full_after(write, limit)
+    assert len(lines) == 2, lines
+    assert "checkpoint of step 2 could not be written" in lines[0]
+    assert lines[1].startswith("raised: two checkpoints in a row")
+    assert checkpoint.step_folders(store().work) == [good]
+    assert checkpoint.newest_checkpoint(store().work) == good
+
+
+def test_a_training_that_stops_needs_its_last_checkpoint(
+    store: MakeStore, snapshot: MakeSnapshot, full_after: MakeFull
+) -> None:
+    def write() -> None:
+        writer = checkpoint.Writer(store())
+        writer.start(snapshot(2))
+        writer.wait(needed=True)
+
+    lines = full_after(write, 100)
+    assert "step 2 could not be written" in lines[0]
+    assert lines[1].startswith("raised: the last checkpoint could not be written")
+
+
+def test_checkpoints_are_written_in_order_and_one_failure_is_forgiven_after_a_good_one(
+    store: MakeStore, snapshot: MakeSnapshot
+) -> None:
+    writer = checkpoint.Writer(store(keep=1))
+    blocker = store().work / "step-00000002"  # a file where the folder should go
+    for step in (1, 2, 3, 4):
+        if step in (2, 4):
+            writer.wait()
+            blocker.with_name(f"step-{step:08d}").write_text("in the way")
+        writer.start(snapshot(step))
+    writer.wait()
+    assert names(store().work) == [3]

@@ -219,17 +219,17 @@ def test_what_is_delivered_and_validated_is_the_average(
 ) -> None:
     """decay 0.9: average = 0.9 * average + 0.1 * weights, from the initial weights on."""
     steps: list[dict[str, torch.Tensor]] = []
-    average = Trainer._average
+    update = Trainer._update
 
-    def noted(trainer: Trainer) -> None:
+    def noted(trainer: Trainer, left_out: torch.Tensor) -> None:
         if not steps:
             start = checkpoint.initial_model(trainer.config, trainer.hyper.seed)
             steps.append({name: tensor.clone() for name, tensor in start.named_parameters()})
+        update(trainer, left_out)
         weights = dict(trainer.model.named_parameters())
         steps.append({name: 0.9 * old + 0.1 * weights[name].detach() for name, old in steps[-1].items()})
-        average(trainer)
 
-    monkeypatch.setattr(Trainer, "_average", noted)
+    monkeypatch.setattr(Trainer, "_update", noted)
     train(small_params(ema_decay=0.9), shards, tmp_path / "model", tmp_path / "runs")
     delivered = checkpoint.load_model(tmp_path / "model").model
     for name, parameter in delivered.named_parameters():
