@@ -202,6 +202,60 @@ def compositional(
         typer.echo(f"Tables and single scores: {out}")
 
 
+Index = Annotated[Path, typer.Option("--index", help="Folder of the index.")]
+INDEX = Path("outputs/features/index")
+index_app = typer.Typer(help="Keep an index of pictures: add and remove.", no_args_is_help=True)
+app.add_typer(index_app, name="index")
+
+
+@app.command()
+def search(
+    pictures: Annotated[list[Path], typer.Argument(help="Pictures to look for.")],
+    index: Index = INDEX,
+    model: AnyModel = MODEL,
+    neighbours: Annotated[int, typer.Option("-k", min=1, help="Of each picture.")] = 10,
+) -> None:
+    """Find the pictures whose features are nearest, by cosine."""
+    import mdc
+    from mdc.eval.index import CosineIndex
+
+    found, loaded = CosineIndex.load(index), mdc.load(model)
+    similarities, uids = found.search(loaded.encode(pictures).numpy(), neighbours, loaded.fingerprint)
+    for picture, row, names in zip(pictures, similarities.tolist(), uids.tolist(), strict=True):
+        for similarity, uid in zip(row, names, strict=True):
+            typer.echo(f"{picture}\t{similarity:.4f}\t{uid}")
+
+
+@index_app.command()
+def add(
+    pictures: Annotated[list[Path], typer.Argument(help="Pictures; their path as given is their uid.")],
+    index: Index,
+    model: AnyModel = MODEL,
+) -> None:
+    """Add pictures to an index, which is made if there is none."""
+    import mdc
+    from mdc.eval.index import CURRENT, CosineIndex
+
+    loaded, uids = mdc.load(model), list(map(str, pictures))
+    vectors = loaded.encode(pictures).numpy()
+    if (index / CURRENT).is_file():
+        grown = CosineIndex.load(index).add(uids, vectors, loaded.fingerprint)
+    else:
+        grown = CosineIndex.build(uids, vectors, loaded.fingerprint)
+    grown.save(index)
+    typer.echo(f"{index}: {len(grown)} pictures, recall@10 {grown.facts.recall_at_10:.3f}")
+
+
+@index_app.command()
+def remove(uids: list[str], index: Index) -> None:
+    """Remove pictures from an index by uid."""
+    from mdc.eval.index import CosineIndex
+
+    rest = CosineIndex.load(index).remove(uids)
+    rest.save(index)
+    typer.echo(f"{index}: {len(rest)} pictures, recall@10 {rest.facts.recall_at_10:.3f}")
+
+
 def main() -> None:
     """Entry point: a user's mistake is one clear message and exit code 2, a failed training one and 1: no traceback."""
     try:

@@ -65,7 +65,7 @@ def evaluate(params: Params, shards: Path, model: Path, features: Path, output: 
     probe, classified = classify(p, found, device, label=params.download.label_column or "label")
     pairs, compared = _compositional(p, found, loaded, shards, device, params.extract.batch_size)
     uids = choose_pictures(found, "test", p.pictures, p.seed)
-    index = {"recall_at_10": measure_recall(found.index, found.arrays["model"])}
+    index = {"recall_at_10": measure_recall(found.index)}
     viewer = Viewer(loaded, shards, ("test",), device)
     scores, captioned = _caption_scores(p, found, loaded, viewer, params.extract.batch_size)
     metrics = {**classified, "compositional": compared, **captioned, "index": index}
@@ -221,11 +221,12 @@ def _caption_scores(
 def _neighbours(found: Features, uid: str) -> dict[str, Any]:
     """The nearest training pictures of a picture, nearest first."""
     rows = found.samples
+    by_uid = rows.set_index("uid")
     own = int(np.flatnonzero(rows["uid"] == uid)[0])
     k, wanted = 4 * NEIGHBOURS, min(NEIGHBOURS, int((rows["split"] == "train").sum()))
     while True:
         similarities, near = found.index.search(found.arrays["model"][own : own + 1], k, found.fingerprint)
-        shown = rows.iloc[near[0]].assign(similarity=similarities[0])
+        shown = by_uid.loc[near[0]].assign(similarity=similarities[0]).reset_index()
         trained = shown[shown["split"] == "train"]
         if len(trained) >= wanted:
             columns = ["uid", "caption", "similarity"]

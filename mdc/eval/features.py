@@ -30,7 +30,7 @@ from mdc.eval.index import CosineIndex
 from mdc.files import MANIFEST, read_manifest, sha256, whole_folder, write_manifest
 from mdc.train.checkpoint import LoadedModel, load_model, untrained_model
 
-INDEX = "index.faiss"
+INDEX = "index"
 SETS = ("model", "untrained", "pixels")
 COLUMNS = ("uid", "split", "label", "caption", "group", "picture")  # picture: hash of the pixels
 
@@ -139,7 +139,7 @@ def extract_features(params: Params, shards: Path, model: Path, output: Path) ->
         for array in arrays.values():
             array.flush()  # type: ignore[attr-defined]
         pq.write_table(samples.append_column("picture", [pictures]).select(COLUMNS), temporary / SAMPLES)
-        CosineIndex.build(arrays["model"], loaded.fingerprint).save(temporary / INDEX)
+        CosineIndex.build(samples["uid"].to_pylist(), arrays["model"], loaded.fingerprint).save(temporary / INDEX)
         write_manifest(
             temporary,
             inputs={

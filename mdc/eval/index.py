@@ -1,25 +1,42 @@
-"""Nearest neighbours by cosine: FAISS behind checks, and beside the index the facts that a query must agree with."""
+"""Nearest neighbours by cosine: FAISS behind checks, with uids for ids, and the facts that a query must agree with.
 
-import json
+Few vectors are searched exactly. From `FLAT_BELOW` on they lie in inverted lists (IVF), of which a query visits as many
+as recall@10 takes; unlike a graph (HNSW), lists let vectors go again. Where FAISS sees GPUs, they search.
+
+On disk a set of vectors, uids, index and facts is one version in a folder of its own, and a small file names the one
+that holds: readers see the old set or the new one, whole, while it is replaced.
+"""
+
 import math
-from dataclasses import asdict, dataclass
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import faiss
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from mdc.errors import UserError
-from mdc.files import read_json, whole_file, write_json
+from mdc.files import damage, fingerprint, read_json, sha256, whole_folder, write_json, write_manifest
 
 FLAT_BELOW = 20_000  # vectors; below it exact search is quick enough and lists would be small
 LISTS_PER_ROOT = 4  # inverted lists: 4 sqrt(n), the lower end of what FAISS's guidelines suggest
 POINTS_PER_LIST = 39  # the fewest training points per list that FAISS's k-means asks for
-PROBE_QUERIES = 256  # queries on which nprobe is chosen and recall is measured
-WANTED_RECALL = 0.95  # recall@10 for which nprobe is raised
+TRAINED_PER_LIST = 64  # points per list that k-means sees, at most
+GROWTH = 2.0  # times as many vectors as the lists were made for: then they are made anew
+PROBE_QUERIES = 256  # queries on which the visited lists are chosen and recall is measured
+WANTED_RECALL = 0.97  # of those queries, for which more lists are visited: 0.95 with a margin for other queries
+READ_UP_TO = 2**30  # bytes whose checksums are compared when a set is opened; of larger ones the sizes are
+
+CURRENT, VECTORS, IDS, INDEX, FACTS = "current.json", "vectors.npy", "ids.parquet", "index.faiss", "facts.json"
 
 Vectors = NDArray[np.float32]
 Rows = NDArray[np.int64]
+Uids = NDArray[np.object_]
 
 
 @dataclass(frozen=True)
@@ -32,6 +49,8 @@ class IndexFacts:
     model: str
     lists: int  # 0 = exact search
     probes: int  # lists visited per query
+    made_for: int  # vectors when the lists were made
+    recall_at_10: float  # against exact search, of vectors of the set among the others
 
 
 def normalised(vectors: np.ndarray, what: str = "vectors") -> Vectors:
@@ -62,133 +81,244 @@ def _some_rows(mask: np.ndarray) -> str:
 
 
 class CosineIndex:
-    """N vectors whose ids are their row numbers `0 .. N - 1`; they and every query are normalised."""
+    """N vectors with their uids; they and every query are normalised.
 
-    def __init__(self, index: faiss.Index, facts: IndexFacts):
-        self._index = index
+    Inside, a vector's FAISS id is a number that it keeps when others leave; `_numbers` holds those of the rows of
+    `_vectors` and `_uids`, ascending.
+    """
+
+    def __init__(self, index: faiss.Index, uids: Uids, numbers: Rows, vectors: np.ndarray, facts: IndexFacts) -> None:
+        self._index, self._uids, self._numbers, self._vectors = index, uids, numbers, vectors
+        self._row_of = {uid: row for row, uid in enumerate(uids)}
         self.facts = facts
+        self._searcher = _on_gpus(index)
+
+    def __len__(self) -> int:
+        return len(self._uids)
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._row_of
+
+    @property
+    def uids(self) -> list[str]:
+        return self._uids.tolist()
 
     @classmethod
-    def build(cls, vectors: np.ndarray, model: str, flat_below: int = FLAT_BELOW) -> "CosineIndex":
-        """Index the rows of `[N, D]`.
+    def build(cls, uids: Sequence[str], vectors: np.ndarray, model: str, flat_below: int = FLAT_BELOW) -> "CosineIndex":
+        """Index the rows of `[N, D]`, named by N different uids.
 
         model: fingerprint of the checkpoint that made them. Below `flat_below` rows the search is exact; from there on
-        it visits some of `4 sqrt(N)` inverted lists, as many as recall@10 of 0.95 takes.
+        it visits some of `4 sqrt(N)` inverted lists.
         """
-        unit = normalised(vectors)
+        stored, unit = _as_stored(vectors)
+        _check_uids(uids, len(unit))
         count, dimension = unit.shape
-        if count < flat_below:
-            flat = faiss.IndexFlatIP(dimension)
-            flat.add(unit)
-            return cls(flat, IndexFacts(dimension, count, "cosine", model, lists=0, probes=0))
-        lists = max(1, min(LISTS_PER_ROOT * math.isqrt(count), count // POINTS_PER_LIST))
-        inverted = faiss.IndexIVFFlat(faiss.IndexFlatIP(dimension), dimension, lists, faiss.METRIC_INNER_PRODUCT)
-        inverted.train(unit)
-        inverted.add(unit)
-        probes = _choose_probes(inverted, unit, lists)
-        return cls(inverted, IndexFacts(dimension, count, "cosine", model, lists, probes))
+        numbers = np.arange(count, dtype=np.int64)
+        lists = 0 if count < flat_below else max(1, min(LISTS_PER_ROOT * math.isqrt(count), count // POINTS_PER_LIST))
+        index = _flat(dimension) if not lists else _inverted(unit, lists)
+        index.add_with_ids(unit, numbers)
+        facts = IndexFacts(dimension, count, "cosine", model, lists, probes=lists, made_for=count, recall_at_10=1.0)
+        return cls(index, np.array(uids, dtype=object), numbers, stored, facts)._tuned()
 
-    def search(self, queries: np.ndarray, k: int, model: str) -> tuple[Vectors, Rows]:
-        """The k nearest rows of each query, nearest first.
+    def search(self, queries: np.ndarray, k: int, model: str) -> tuple[Vectors, Uids]:
+        """The k nearest of each query, nearest first.
 
-        queries: `[Q, D]`. model: fingerprint of the checkpoint that made them. Returns cosines `[Q, K]` and row numbers
-        `[Q, K]`, where K is k or, if that is smaller, the number of vectors; every row number is that of a vector.
-        Raises UserError if the queries come from another model or have another dimension.
+        queries: `[Q, D]`. model: fingerprint of the checkpoint that made them. Returns cosines `[Q, K]` and uids
+        `[Q, K]`, where K is k or, if that is smaller, the number of vectors. Raises UserError if the queries come from
+        another model or have another dimension.
         """
         self._check_query(queries, k, model)
-        return _search(self._index, normalised(queries, "queries"), min(k, self.facts.count), self.facts.probes)
+        similarities, rows = self._nearest(normalised(queries, "queries"), min(k, len(self)))
+        return similarities, self._uids[rows]
 
     def _check_query(self, queries: np.ndarray, k: int, model: str) -> None:
-        facts, shape = self.facts, np.shape(queries)
-        if len(shape) == 2 and shape[1] != facts.dimension:
-            raise UserError(
-                f"queries have {shape[1]} dimensions (model {model}), the index {facts.dimension} "
-                f"(model {facts.model}); encode them with the model that filled the index"
-            )
-        if model != facts.model:
-            raise UserError(
-                f"queries come from model {model}, the index holds features of model {facts.model}; "
-                "encode them with that model or build the index anew"
-            )
-        if facts.count == 0:
+        self._check_origin(queries, model, "queries")
+        if not len(self):
             raise UserError("the index is empty; extract features of at least one picture first")
         if k < 1:
             raise UserError(f"k must be at least 1, got {k}")
 
-    def save(self, path: Path) -> None:
-        """Write the vectors to `path` and the facts beside it, as `<name>.json`."""
-        with whole_file(path) as temporary:
-            faiss.write_index(self._index, str(temporary))
-        write_json(path.with_suffix(".json"), asdict(self.facts))
+    def _check_origin(self, vectors: np.ndarray, model: str, what: str) -> None:
+        facts, shape = self.facts, np.shape(vectors)
+        if len(shape) == 2 and shape[1] != facts.dimension:
+            raise UserError(
+                f"{what} have {shape[1]} dimensions (model {model}), the index {facts.dimension} "
+                f"(model {facts.model}); encode them with the model that filled the index"
+            )
+        if model != facts.model:
+            raise UserError(
+                f"{what} come from model {model}, the index holds features of model {facts.model}; "
+                "encode them with that model or build the index anew"
+            )
+
+    def _nearest(self, queries: Vectors, k: int) -> tuple[Vectors, Rows]:
+        """Rows of the k nearest. Queries whose lists hold fewer than k, which FAISS fills up with -1, search all."""
+        if self.facts.lists:
+            faiss.ParameterSpace().set_index_parameter(self._searcher, "nprobe", self.facts.probes)
+        similarities, numbers = self._searcher.search(queries, k)
+        short = (numbers < 0).any(axis=1)
+        rows = np.searchsorted(self._numbers, numbers)
+        if short.any():
+            similarities[short], rows[short] = self._exact(queries[short], k)
+        return similarities, rows
+
+    def _exact(self, queries: Vectors, k: int) -> tuple[Vectors, Rows]:
+        return faiss.knn(queries, normalised(self._vectors), k, metric=faiss.METRIC_INNER_PRODUCT)
+
+    def add(self, uids: Sequence[str], vectors: np.ndarray, model: str, flat_below: int = FLAT_BELOW) -> "CosineIndex":
+        """The index with more vectors `[M, D]`; raises UserError for a uid that it holds, or another model's vectors.
+
+        Lists made for far fewer vectors are made anew, and so is an index that outgrows exact search.
+        """
+        self._check_origin(vectors, model, "vectors")
+        stored, unit = _as_stored(vectors)
+        _check_uids(uids, len(unit))
+        if known := [uid for uid in uids if uid in self]:
+            raise UserError(f"the index holds {known[0]!r} already; remove it first, or give another uid")
+        count = len(self) + len(unit)
+        all_uids = np.concatenate([self._uids, np.array(uids, dtype=object)])
+        all_vectors = np.concatenate([self._vectors, stored])
+        outgrown = count > GROWTH * self.facts.made_for if self.facts.lists else count >= flat_below
+        if outgrown:
+            return CosineIndex.build(all_uids.tolist(), all_vectors, model, flat_below)
+        first = int(self._numbers[-1]) + 1 if len(self) else 0
+        numbers = np.arange(first, first + len(unit), dtype=np.int64)
+        index = faiss.clone_index(self._index)
+        index.add_with_ids(unit, numbers)
+        numbers = np.concatenate([self._numbers, numbers])
+        return CosineIndex(index, all_uids, numbers, all_vectors, replace(self.facts, count=count))._tuned()
+
+    def remove(self, uids: Sequence[str]) -> "CosineIndex":
+        """The index without some vectors; raises UserError for a uid that it does not hold."""
+        if unknown := [uid for uid in uids if uid not in self]:
+            raise UserError(f"the index does not hold {unknown[0]!r}; nothing was removed")
+        kept = np.ones(len(self), dtype=bool)
+        kept[[self._row_of[uid] for uid in uids]] = False
+        index = faiss.clone_index(self._index)
+        index.remove_ids(faiss.IDSelectorBatch(self._numbers[~kept]))
+        facts = replace(self.facts, count=int(kept.sum()))
+        return CosineIndex(index, self._uids[kept], self._numbers[kept], self._vectors[kept], facts)._tuned()
+
+    def _tuned(self) -> "CosineIndex":
+        """With the fewest visited lists, of powers of two, that reach the wanted recall, which is measured."""
+        if self.facts.lists and len(self) > 1:
+            chosen, least = self._recall_test(10, PROBE_QUERIES)
+            probes, recall = 0, 0.0
+            while probes < self.facts.lists and recall < WANTED_RECALL:
+                probes = min(2 * probes or 1, self.facts.lists)
+                self.facts = replace(self.facts, probes=probes)
+                recall = self._recall(chosen, least, 10)
+            self.facts = replace(self.facts, recall_at_10=recall)
+        return self
+
+    def _recall_test(self, k: int, queries: int) -> tuple[Vectors, Vectors]:
+        """Vectors of the set, and the cosine to the k-th nearest other of each, `[Q]`."""
+        chosen = normalised(self._vectors[_spread(len(self), queries)])
+        return chosen, self._exact(chosen, min(k + 1, len(self)))[0][:, -1]
+
+    def _recall(self, chosen: Vectors, least: Vectors, k: int) -> float:
+        found, _ = self._nearest(chosen, min(k + 1, len(self)))
+        return float((found[:, 1:] >= least[:, None] - 1e-6).mean())
+
+    def save(self, folder: Path) -> str:
+        """Make this the set that `folder` holds, and return its version: a hash of its content.
+
+        What the folder held before is replaced at once, when all is written; it stays beside the new set for readers
+        that have just opened it.
+        """
+        facts = asdict(self.facts)
+        with whole_folder(folder / "new") as temporary:
+            np.save(temporary / VECTORS, np.asarray(self._vectors))
+            pq.write_table(pa.table({"number": self._numbers, "uid": self._uids}), temporary / IDS)
+            faiss.write_index(self._index, str(temporary / INDEX))
+            write_json(temporary / FACTS, facts)
+            write_manifest(temporary, inputs={"model": self.facts.model}, counts={"vectors": len(self)})
+            version = fingerprint({name: sha256(temporary / name) for name in (VECTORS, IDS, INDEX, FACTS)})
+        if (folder / version).exists():
+            shutil.rmtree(folder / "new")
+        else:
+            (folder / "new").rename(folder / version)
+        before = _current(folder) if (folder / CURRENT).is_file() else version
+        write_json(folder / CURRENT, {"version": version, "before": before})
+        for old in folder.iterdir():
+            if old.is_dir() and old.name not in (version, before):
+                shutil.rmtree(old, ignore_errors=True)
+        return version
 
     @classmethod
-    def load(cls, path: Path) -> "CosineIndex":
-        """Read what `save` wrote; UserError if a file is missing or the two do not belong together."""
-        facts_path = path.with_suffix(".json")
-        for file in (path, facts_path):
-            if not file.is_file():
-                raise UserError(f"{file} is not there; run `mdc stage extract`")
+    def load(cls, folder: Path) -> "CosineIndex":
+        """Read what `save` wrote; vectors are mapped, not read. UserError if a file is missing or damaged."""
+        while True:
+            version = _current(folder)
+            try:
+                return cls._read(folder / version)
+            except (UserError, OSError, RuntimeError):  # RuntimeError: FAISS's for a file that is gone
+                if version == _current(folder):  # else it was replaced meanwhile
+                    raise
+
+    @classmethod
+    def _read(cls, at: Path) -> "CosineIndex":
+        if problem := damage(at, READ_UP_TO):
+            raise UserError(f"{at} is damaged: {problem}; run `mdc stage extract`")
         try:
-            facts = IndexFacts(**read_json(facts_path))
-        except (TypeError, json.JSONDecodeError) as error:
-            raise UserError(f"{facts_path} does not describe an index ({error}); run `mdc stage extract`") from None
-        index = faiss.read_index(str(path))
-        if (index.d, index.ntotal) != (facts.dimension, facts.count) or facts.metric != "cosine":
-            raise UserError(
-                f"{path} holds {index.ntotal} vectors of {index.d} dimensions, {facts_path.name} says {facts.count} of "
-                f"{facts.dimension} by {facts.metric}; run `mdc stage extract`"
-            )
-        return cls(index, facts)
+            facts = IndexFacts(**read_json(at / FACTS))
+        except TypeError as error:
+            raise UserError(f"{at / FACTS} does not describe an index ({error}); run `mdc stage extract`") from None
+        index, table = faiss.read_index(str(at / INDEX)), pq.read_table(at / IDS)
+        vectors = np.load(at / VECTORS, mmap_mode="r")
+        sizes = {"facts": facts.count, INDEX: index.ntotal, IDS: len(table), VECTORS: len(vectors)}
+        if len(set(sizes.values())) > 1 or index.d != facts.dimension or facts.metric != "cosine":
+            raise UserError(f"{at}: its files do not belong together: {sizes}; run `mdc stage extract`")
+        uids = np.array(table["uid"].to_pylist(), dtype=object)
+        return cls(index, uids, table["number"].to_numpy(), vectors, facts)
 
 
-def measure_recall(index: CosineIndex, vectors: np.ndarray, k: int = 10, queries: int = PROBE_QUERIES) -> float:
-    """Mean share of the exact k nearest that the index finds, over queries spread evenly over its own `[N, D]` vectors.
+def _current(folder: Path) -> str:
+    if not (folder / CURRENT).is_file():
+        raise UserError(f"{folder} holds no index; run `mdc stage extract`, or make one by `mdc index add`")
+    return str(read_json(folder / CURRENT)["version"])
 
-    A result counts as found if it is as near as the exact k-th, so that equal vectors do not lower the figure.
+
+def _as_stored(vectors: np.ndarray) -> tuple[np.ndarray, Vectors]:
+    """Normalised rows in float16, and those as float32 rows of length 1: what is stored is what is searched."""
+    stored = normalised(vectors).astype(np.float16)
+    return stored, normalised(stored)
+
+
+def _check_uids(uids: Sequence[str], count: int) -> None:
+    if len(uids) != count:
+        raise UserError(f"{len(uids)} uids for {count} vectors; give one each")
+    if len(set(uids)) < count:
+        twice, _ = Counter(uids).most_common(1)[0]
+        raise UserError(f"uid {twice!r} is given twice; uids name one vector each")
+
+
+def _flat(dimension: int) -> faiss.Index:
+    return faiss.IndexIDMap2(faiss.IndexFlatIP(dimension))
+
+
+def _inverted(unit: Vectors, lists: int) -> faiss.Index:
+    """Trained, without vectors."""
+    dimension = unit.shape[1]
+    quantizer = faiss.IndexFlatIP(dimension)
+    index = faiss.IndexIVFFlat(quantizer, dimension, lists, faiss.METRIC_INNER_PRODUCT)
+    index.cp.spherical = True
+    index.train(unit[_spread(len(unit), TRAINED_PER_LIST * lists)])
+    return index
+
+
+def _on_gpus(index: faiss.Index) -> faiss.Index:
+    return faiss.index_cpu_to_all_gpus(index) if faiss.get_num_gpus() else index
+
+
+def measure_recall(index: CosineIndex, k: int = 10, queries: int = PROBE_QUERIES) -> float:
+    """Mean share of the exact k nearest that the index finds, over vectors of the set spread evenly over it.
+
+    Each is looked for among the others, since finding itself is easy. A result counts as found if it is as near as the
+    exact k-th, so that equal vectors do not lower the figure.
     """
-    unit = normalised(vectors)
-    chosen = unit[_spread(len(unit), queries)]
-    found, _ = index.search(chosen, k, index.facts.model)
-    return _recall(found, _exact(unit, chosen, k))
+    return index._recall(*index._recall_test(k, queries), k) if len(index) > 1 else 1.0
 
 
 def _spread(count: int, wanted: int) -> Rows:
     return np.unique(np.linspace(0, count - 1, min(count, wanted)).astype(np.int64))
-
-
-def _exact(unit: Vectors, queries: Vectors, k: int) -> Vectors:
-    """The k largest cosines of each query, `[Q, K]`, largest first."""
-    return faiss.knn(queries, unit, min(k, len(unit)), metric=faiss.METRIC_INNER_PRODUCT)[0]
-
-
-def _recall(found: Vectors, exact: Vectors) -> float:
-    return float((found >= exact[:, -1:] - 1e-6).mean())
-
-
-def _choose_probes(index: faiss.IndexIVFFlat, unit: Vectors, lists: int, k: int = 10) -> int:
-    """The smallest power of two of visited lists that reaches the wanted recall."""
-    queries = unit[_spread(len(unit), PROBE_QUERIES)]
-    exact = _exact(unit, queries, k)
-    probes = 1
-    while probes < lists and _recall(_search(index, queries, k, probes)[0], exact) < WANTED_RECALL:
-        probes *= 2
-    return min(probes, lists)
-
-
-def _search(index: faiss.Index, queries: Vectors, k: int, probes: int) -> tuple[Vectors, Rows]:
-    """FAISS fills up with -1 where the visited lists hold too few vectors; those queries visit every list instead."""
-    if probes == 0:
-        return index.search(queries, k)
-    similarities, rows = index.search(queries, k, params=_visiting(probes))
-    short = (rows < 0).any(axis=1)
-    if short.any():
-        everywhere = _visiting(faiss.extract_index_ivf(index).nlist)
-        similarities[short], rows[short] = index.search(queries[short], k, params=everywhere)
-    assert (rows >= 0).all(), "FAISS found fewer rows than the index holds"
-    return similarities, rows
-
-
-def _visiting(probes: int) -> faiss.SearchParametersIVF:
-    parameters = faiss.SearchParametersIVF()
-    parameters.nprobe = probes
-    return parameters

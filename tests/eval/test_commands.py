@@ -1,6 +1,7 @@
 """The commands that measure any checkpoint, as users call them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,25 @@ def test_compositional(crepe: Path, model: Path, tmp_path: Path) -> None:
     ):
         assert message in str(refused("compositional", "swap_obj", *arguments))
     assert "did you mean 'swap_obj'" in str(refused("compositional", "swap_objs", *places))
+
+
+def test_an_index_of_ones_own_pictures(
+    model: Path, make_model: Callable[..., Path], shards: Path, tmp_path: Path
+) -> None:
+    pictures = [tmp_path / f"{colour}.png" for colour in ("red", "green", "blue")]
+    for picture in pictures:
+        Image.new("RGB", (12, 12), picture.stem).save(picture)
+    places = ("--index", tmp_path / "index", "--model", model)
+    assert "2 pictures, recall@10 1.000" in run("index", "add", *pictures[:2], *places).output
+    assert "3 pictures" in run("index", "add", pictures[2], *places).output
+    done = run("search", *pictures, *places, "-k", 1)
+    assert [line.split("\t") for line in done.output.splitlines()] == [[str(p), "1.0000", str(p)] for p in pictures]
+    assert "2 pictures" in run("index", "remove", pictures[0], "--index", tmp_path / "index").output
+    assert str(pictures[0]) not in [
+        line.split("\t")[2] for line in run("search", *pictures, *places).output.splitlines()
+    ]
+    other = make_model(tmp_path / "other", shards, seed=5)
+    assert "queries come from model" in str(refused("search", pictures[0], *places[:2], "--model", other))
 
 
 def refused(*arguments: str | int | Path) -> BaseException:

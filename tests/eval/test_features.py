@@ -49,8 +49,9 @@ def test_batch_size_does_not_matter_and_bytes_repeat(
     params: Callable[..., Params], shards: Path, model: Path, features: Path, tmp_path: Path
 ) -> None:
     extract_features(params(), shards, model, tmp_path / "again")
-    for file in sorted(features.iterdir()):
-        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
+    for file in sorted(path for path in features.rglob("*") if path.is_file()):
+        name = file.relative_to(features)
+        assert file.read_bytes() == (tmp_path / "again" / name).read_bytes(), name
     extract_features(params(extract={"batch_size": 64}), shards, model, tmp_path / "other")
     for name, array in read_features(features).arrays.items():
         np.testing.assert_allclose(array, read_features(tmp_path / "other").arrays[name], atol=2e-3)
@@ -65,8 +66,8 @@ def test_without_floors_there_are_none(
 
 def test_index_holds_the_rows_and_the_model(features: Path) -> None:
     found = read_features(features)
-    rows = found.index.search(found.arrays["model"], 1, found.fingerprint)[1]
-    np.testing.assert_array_equal(rows[:, 0], np.arange(len(found.samples)))
+    uids = found.index.search(found.arrays["model"], 1, found.fingerprint)[1]
+    assert uids[:, 0].tolist() == found.samples["uid"].tolist() == found.index.uids
     assert found.index.facts.model == found.fingerprint == read_json(features / "manifest.json")["fingerprint"]
 
 
