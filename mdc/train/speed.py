@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Self
@@ -51,8 +51,8 @@ class Work:
 
     elapsed_s: float = 0.0  # on the clock, without saving and validating
     rank_s: float = 0.0  # in all
-    data_s: float = 0.0  # waiting for batches; on a GPU only while the GPU had nothing else to do
-    move_s: float = 0.0  # waiting for their way to the device, likewise
+    data_s: float = 0.0  # waiting for batches; on a GPU only while it had nothing else to do
+    move_s: float = 0.0  # bringing them to the device, as far as it does not compute meanwhile
     save_s: float = 0.0  # waiting for checkpoints
     validate_s: float = 0.0
     read_s: float = 0.0  # of the processes that make batches: reading shards
@@ -136,51 +136,45 @@ class StepFlops:
         return rows * (self.per_image + length * self.per_token)
 
 
+PARTS = ("data", "move", "save", "validate")
+
+
 class Meter:
-    """Measures what one rank does. It never waits for a device by itself."""
+    """Measures what one rank does.
+
+    A GPU works through a queue of its own, so that the host's clock tells little: the host may wait for data while the
+    GPU has work left. So a part is the time between two marks in that queue: all that the GPU did for it, and all that
+    it stood idle.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.step_flops = StepFlops()
         self._start = time.perf_counter()
-        self._spent = dict.fromkeys(("data", "move", "save", "validate"), 0.0)
-        self._host_s = 0.0  # in the iterator of batches since `waiting` began
-        self._gaps: list[tuple[torch.cuda.Event, torch.cuda.Event, float]] = []
+        self._spent = dict.fromkeys(PARTS, 0.0)
+        self._marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._counted = Work()
 
-    def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches, before they go to the device; counts them and the time until they are there."""
-        source = iter(batches)
-        while True:
-            start = time.perf_counter()
-            batch = next(source, None)
-            self._host_s += time.perf_counter() - start
-            if batch is None:
-                return
-            self._counted += Work(
-                read_s=batch.read_s,
-                decode_s=batch.decode_s,
-                images=len(batch.uids),
-                tokens=int(batch.lengths_B.sum()),
-                flops=self.step_flops.of(batch),
-            )
-            yield batch
+    def count(self, batch: Batch) -> None:
+        """A batch that is trained on."""
+        self._counted += Work(
+            read_s=batch.read_s,
+            decode_s=batch.decode_s,
+            images=len(batch.uids),
+            tokens=int(batch.lengths_B.sum()),
+            flops=self.step_flops.of(batch),
+        )
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around the call that gives the next batch on the device.
-
-        A GPU may still have work while the host waits. So it is asked for the time between two marks in its own
-        queue, which is only long if it had nothing to do in between.
-        """
-        self._host_s, start = 0.0, time.perf_counter()
-        before = self._mark()
+    def spent(self, part: str) -> Iterator[None]:
+        """Around what belongs to one of `PARTS`."""
+        start, before = time.perf_counter(), self._mark()
         yield
         after = self._mark()
         if before is not None and after is not None:
-            self._gaps.append((before, after, self._host_s))
+            self._marks.append((part, before, after))
         else:
-            self._waited(time.perf_counter() - start, self._host_s)
+            self._spent[part] += time.perf_counter() - start
 
     def _mark(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":
@@ -189,35 +183,28 @@ class Meter:
         event.record()
         return event
 
-    def _waited(self, idle_s: float, host_s: float) -> None:
-        data_s = min(idle_s, host_s)
-        self._spent["data"] += data_s
-        self._spent["move"] += idle_s - data_s
-
-    @contextlib.contextmanager
-    def spent(self, part: str) -> Iterator[None]:
-        """part: save or validate."""
-        start = time.perf_counter()
-        yield
-        self._spent[part] += time.perf_counter() - start
-
     def work(self) -> Work:
-        """What was done since the last lap. Call it where the host has waited for the device."""
-        for before, after, host_s in self._gaps:
-            self._waited(before.elapsed_time(after) / 1000, host_s)
-        self._gaps.clear()
-        rank_s = time.perf_counter() - self._start
-        spent = self._spent
-        elapsed_s = rank_s - spent["save"] - spent["validate"]
-        return self._counted + Work(
-            elapsed_s, rank_s, spent["data"], spent["move"], save_s=spent["save"], validate_s=spent["validate"]
+        """What was done since the last lap. Call it where the host has waited for the device anyway."""
+        for part, before, after in self._marks:
+            after.synchronize()
+            self._spent[part] += before.elapsed_time(after) / 1000
+        self._marks.clear()
+        rank_s, spent = time.perf_counter() - self._start, self._spent
+        seconds = Work(
+            elapsed_s=rank_s - spent["save"] - spent["validate"],
+            rank_s=rank_s,
+            data_s=spent["data"],
+            move_s=spent["move"],
+            save_s=spent["save"],
+            validate_s=spent["validate"],
         )
+        return self._counted + seconds
 
     def lap(self) -> Work:
         """The same, and a new lap begins."""
         done = self.work()
         self._start += done.rank_s
-        self._spent = dict.fromkeys(self._spent, 0.0)
+        self._spent = dict.fromkeys(PARTS, 0.0)
         self._counted = Work()
         return done
 

@@ -1,7 +1,7 @@
 """Where the time goes, against a clock of the test's own."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -33,28 +33,19 @@ def a_batch(rows: int = 4, length: int = 3) -> Batch:
     return Batch(images, tokens, lengths, ["u"] * rows, 0, rows, 0, read_s=0.25, decode_s=0.75)
 
 
-def late(batches: list[Batch], sleep: Callable[[float], None]) -> Iterator[Batch]:
-    """Each takes a second."""
-    for batch in batches:
-        sleep(1.0)
-        yield batch
-
-
 def test_a_lap_says_what_was_done_and_for_how_long(sleep: Callable[[float], None]) -> None:
     meter = Meter(torch.device("cpu"))
     meter.step_flops = StepFlops(per_image=100.0, per_token=10.0)
-    batches = meter.batches(late([a_batch(), a_batch(2, 5)], sleep))
-    for _ in range(2):
-        with meter.waiting():
-            next(batches)
-            sleep(0.5)  # to the device
+    for batch in (a_batch(), a_batch(2, 5)):
+        for part, seconds in (("data", 1.0), ("move", 0.5)):
+            with meter.spent(part):
+                sleep(seconds)
+        meter.count(batch)
         sleep(2.0)
-    with meter.spent("save"):
-        sleep(3.0)
-    with meter.spent("validate"):
-        sleep(4.0)
-    lap = meter.lap()
-    assert lap == Work(
+    for part, seconds in (("save", 3.0), ("validate", 4.0)):
+        with meter.spent(part):
+            sleep(seconds)
+    expected = Work(
         elapsed_s=7.0,
         rank_s=14.0,
         data_s=2.0,
@@ -67,34 +58,36 @@ def test_a_lap_says_what_was_done_and_for_how_long(sleep: Callable[[float], None
         tokens=4 * 2 + 2 * 4,
         flops=4 * 130.0 + 2 * 150.0,
     )
+    assert meter.work() == expected, "looking changes nothing"
+    assert meter.lap() == expected
     sleep(1.0)
     assert meter.lap() == Work(elapsed_s=1.0, rank_s=1.0), "a lap begins where the one before ended"
-    with pytest.raises(StopIteration):
-        next(batches)
 
 
-def test_a_gpu_waits_only_while_it_has_nothing_to_do(
+def test_the_time_of_a_gpu_is_measured_in_its_own_queue(
     sleep: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host waits a second for each of two batches; the GPU was idle for 0.2 s, then for 1.5 s."""
+    """The host waits a second for each of two batches; the GPU was idle for 0.2 s, then for 0.3 s."""
 
     @dataclass
     class Mark:
         idle_ms: float
+        waited: bool = False
 
-        def elapsed_time(self, _: "Mark") -> float:
+        def synchronize(self) -> None:
+            self.waited = True
+
+        def elapsed_time(self, after: "Mark") -> float:
+            assert after.waited, "CUDA raises an error here"
             return self.idle_ms
 
-    marks = iter([Mark(200.0), Mark(0.0), Mark(1500.0), Mark(0.0)])
+    marks = iter([Mark(200.0), Mark(0.0), Mark(300.0), Mark(0.0)])
     monkeypatch.setattr(Meter, "_mark", lambda _: next(marks))
     meter = Meter(torch.device("cuda"))
-    batches = meter.batches(late([a_batch(), a_batch()], sleep))
     for _ in range(2):
-        with meter.waiting():
-            next(batches)
-    lap = meter.lap()
-    assert lap.data_s == pytest.approx(1.2)
-    assert lap.move_s == pytest.approx(0.5)
+        with meter.spent("data"):
+            sleep(1.0)
+    assert meter.lap().data_s == pytest.approx(0.5)
     assert meter.lap().data_s == 0
 
 
