@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Self
 
@@ -112,8 +112,16 @@ class Work:
             f"{self.images / max(self.elapsed_s, 1e-9):,.0f} images/s{used}; time: {shares}"
         )
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def cost(self, peak: float) -> dict[str, Any]:
+        """What a whole training took, for a file."""
+        metrics = self.metrics(1, peak)
+        return {
+            "seconds": round(self.elapsed_s, 3),
+            "tokens": self.tokens,
+            "images_per_s": round(metrics["images_per_s"], 3),
+            "mfu": round(metrics["mfu"], 4) if "mfu" in metrics else None,
+            "time": {name: round(share, 4) for name, share in self.shares().items()},
+        }
 
 
 def over_ranks(own: Work) -> tuple[Work, float]:

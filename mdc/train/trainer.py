@@ -13,6 +13,7 @@ import math
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ from mdc.train.optim import (
     set_learning_rate,
 )
 from mdc.train.pulse import Pulse
+from mdc.train.speed import Advice, Meter, Work, free_cores, over_ranks, peak_flops
 from mdc.train.tracking import TrackedData, Tracker, git_commit
-from mdc.train.watch import Guard, Stop, Stopwatch, failures_recorded
+from mdc.train.watch import Guard, Stop, failures_recorded
 from mdc.train.work import BOOKKEEPING, COST, FAILURE, RUN, work_folder
 
 log = logging.getLogger(__name__)
@@ -93,13 +95,17 @@ class Trainer:
         self.since_row = torch.zeros(2, dtype=torch.float64, device=device)  # loss and count since the last row
         self.history: list[dict[str, float | int | None]] = []
         self.run_id: str | None = None
-        self.seconds = 0.0  # of training up to the newest row, without validation and checkpoints
+        self.total = Work()  # of all ranks, up to the newest row
         if resumed is not None:
             self._resume(state, progress)
 
         self.writer = checkpoint.Writer(self._store(resumed))
         self.pulse = Pulse(stop, self.hyper.checkpoint_minutes)
-        self.watch = Stopwatch()
+        self.meter = Meter(device)
+        self.peak = peak_flops(device, self._bf16(), params.compute)
+        self.advice = Advice(
+            params.compute, self.hyper.block_samples, self.train_set.is_cached, free_cores(params.compute, device)
+        )
         self.tracker: Tracker | None = None
 
     def _spread(self, model: nn.Module) -> nn.Module:
@@ -113,7 +119,7 @@ class Trainer:
         """Train from where the state is to the last step. Raises SystemExit, with a checkpoint saved, when stopped."""
         hyper, batches = self.hyper, iter(self._batches())
         with self._bar() as bar:
-            self.watch.lap()
+            self.meter.lap()
             while self.done < hyper.steps:
                 rate = learning_rate(self.done, hyper)
                 set_learning_rate(self.optimizer, rate)
@@ -122,7 +128,6 @@ class Trainer:
                 left_out = self.guard.judge(self.done, sums, norm, parts)
                 self._update(left_out)
                 self.done += 1
-                self.watch.steps += 1
                 self.since_row += sums.where(left_out == 0, 0.0)
                 bar.update()
                 if logged := self._due(hyper.log_every) or self._due(hyper.validate_every):
@@ -137,6 +142,8 @@ class Trainer:
                     )
                     raise SystemExit(128 + signal)
             self._end_of_saving(needed=False)
+        self.total += over_ranks(self.meter.lap())[0]
+        log.info(self.total.summary(self.peak))
 
     def _gradients(self, batches: Iterator[Batch]) -> tuple[Tensor, list[tuple[list[str], Tensor]]]:
         """Add up the gradient of the summed loss over this update's micro-batches.
@@ -145,8 +152,9 @@ class Trainer:
         """
         own, parts = torch.zeros(2, dtype=torch.float64, device=self.device), []
         for part in range(self.hyper.accumulate):
-            with self.watch.waiting():
+            with self.meter.spent("data"):
                 batch = next(batches)
+            self.meter.count(batch)
             # layers that drop at random draw from torch's own generator
             torch.manual_seed(derive_seed(self.hyper.seed, self.done, "layers", batch.first))
             with strategy.exchange(self.replica, last=part == self.hyper.accumulate - 1):
@@ -164,8 +172,10 @@ class Trainer:
         )
 
     def _augmented(self, batch: Batch) -> TextImage:
+        with self.meter.spent("move"):
+            stored_BCHW = batch.images_BCHW.to(self.device, non_blocking=True)
         images_BCHW = train_images(
-            batch.images_BCHW.to(self.device, non_blocking=True),
+            stored_BCHW,
             self.hyper.image_size,
             self.hyper.crop_min_area,
             self.hyper.flip,
@@ -227,8 +237,8 @@ class Trainer:
         self.guard.check()
         loss_sum, count = self.since_row.tolist()
         self.since_row.zero_()
-        steps, seconds, waited = self.watch.lap()
-        self.seconds += seconds
+        work, slowest = over_ranks(self.meter.lap())
+        self.total += work
         images = self.done * self.hyper.batch_size
         row: dict[str, float | int | None] = {
             "step": self.done,
@@ -238,18 +248,22 @@ class Trainer:
             "lr": rate,
         }
         if self._due(self.hyper.validate_every):
-            with self.watch.paused():
+            with self.meter.spent("validate"):
                 row["validation_loss"] = self.validate()
         self.history.append(row)
-        speed = steps * self.hyper.batch_size / max(seconds, 1e-9)
-        bar.set_postfix_str(f"loss {row['train_loss']:.3f}, {speed:.0f} images/s", refresh=False)
+        speed = work.metrics(max(1, self.params.compute.workers), self.peak)
+        bar.set_postfix_str(
+            f"loss {row['train_loss']:.3f}, {speed['images_per_s']:.0f} images/s, data {speed['time/data']:.0%}",
+            refresh=False,
+        )
+        if advice := self.advice.on(work, slowest):
+            log.warning(advice)
         if self.tracker is not None:
             metrics = {
                 "train/loss": row["train_loss"],
                 "validation/loss": row["validation_loss"],
                 "lr": rate,
-                "images_per_s": speed,
-                "data_wait_share": waited / max(seconds, 1e-9),
+                **speed,
                 "left_out_updates": self.guard.told,
             }
             self.tracker.log({name: value for name, value in metrics.items() if value is not None}, step=images)
@@ -302,7 +316,7 @@ class Trainer:
         self.guard.check()
         if self.saved == self.done:
             return
-        with self.watch.paused():
+        with self.meter.spent("save"):
             main = self.rank == 0
             state = {
                 "optimizer": strategy.host_copy(optimizer_state(self.optimizer), keep=main),
@@ -318,7 +332,7 @@ class Trainer:
                     "history": self.history.copy(),
                     "run_id": self.run_id,
                     "left_out": self.guard.told,
-                    "seconds": self.seconds,
+                    "total": asdict(self.total),
                 }
                 self.writer.start(checkpoint.Snapshot(self.done, weights, state, progress))
             dist.barrier()
@@ -336,7 +350,7 @@ class Trainer:
 
     def _end_of_saving(self, needed: bool) -> None:
         """Wait for the checkpoint that is being written. needed: raise OSError if it does not come about."""
-        with self.watch.paused():
+        with self.meter.spent("save"):
             if self.rank == 0:
                 self.writer.wait(needed)
             dist.barrier()
@@ -364,7 +378,7 @@ class Trainer:
         self.done = self.saved = progress["step"]
         self.since_row += torch.tensor(progress["since_row"], dtype=torch.float64, device=self.device)
         self.history, self.run_id = progress["history"], progress["run_id"]
-        self.seconds = progress["seconds"]
+        self.total = Work(**progress["total"])
         self.guard.resume(progress["left_out"])
 
     def whole_model(self) -> dict[str, Tensor]:
@@ -388,7 +402,7 @@ class Trainer:
                 fingerprint=made,
             )
         # beside the output, whose bytes tell nothing of the machine
-        cost = {"fingerprint": made, "seconds": round(self.seconds, 3), "images": images, "ranks": self.world}
+        cost = {"fingerprint": made, "images": images, "ranks": self.world, **self.total.cost(self.peak)}
         files.write_json(self.work.with_name(COST), cost)
         return made
 

@@ -5,14 +5,11 @@ import json
 import logging
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -48,32 +45,6 @@ class Stop:
         if self.failure.exists():
             raise SystemExit(1)
         self.number = self.number or number  # Ctrl-C reaches every process of a terminal, and torchrun repeats it
-
-
-class Stopwatch:
-    """Seconds of training, and how many of them went into waiting for data; pauses are left out."""
-
-    def __init__(self) -> None:
-        self.steps, self.start, self.waited = 0, time.perf_counter(), 0.0
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.waited += time.perf_counter() - start
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.start += time.perf_counter() - start
-
-    def lap(self) -> tuple[int, float, float]:
-        """(steps, seconds, seconds waited for data) since the last lap."""
-        now = time.perf_counter()
-        lap = self.steps, now - self.start, self.waited
-        self.steps, self.start, self.waited = 0, now, 0.0
-        return lap
 
 
 class Guard:
@@ -146,11 +117,8 @@ class Guard:
         )
 
     def _origin(self, uids: list[str]) -> str:
-        samples = self.dataset.samples
-        chosen = samples.filter(pc.is_in(samples["uid"], pa.array(uids, pa.string())))
         shown = ", ".join(uids[:SHOWN_UIDS]) + (f" and {len(uids) - SHOWN_UIDS} more" if len(uids) > SHOWN_UIDS else "")
-        shards = ", ".join(sorted(set(chosen["shard"].to_pylist())))
-        return f"The batch came from {shards}, uids {shown}"
+        return f"The batch came from {', '.join(self.dataset.shards_of(uids))}, uids {shown}"
 
 
 @contextlib.contextmanager

@@ -5,16 +5,19 @@ import signal
 import time
 from collections.abc import Iterator
 
+import torch
+
 from mdc.data.loader import Batch
+from mdc.objectives import TextImage
 from mdc.train.__main__ import main
 from mdc.train.trainer import Trainer
 
 rank, step, kind = os.environ["FAULT"].split(":")
-gradients = Trainer._gradients
+gradients, augmented = Trainer._gradients, Trainer._augmented
 
 
 def faulty(trainer: Trainer, batches: Iterator[Batch]) -> object:
-    if trainer.rank == int(rank) and trainer.done == int(step):
+    if kind != "nan" and trainer.rank == int(rank) and trainer.done == int(step):
         if kind == "raise":
             raise RuntimeError("the fault that was asked for")
         if kind == "sleep":
@@ -24,5 +27,13 @@ def faulty(trainer: Trainer, batches: Iterator[Batch]) -> object:
     return gradients(trainer, batches)
 
 
+def without_numbers(trainer: Trainer, batch: Batch) -> TextImage:
+    inputs = augmented(trainer, batch)
+    if kind == "nan" and trainer.rank == int(rank) and batch.step == int(step):
+        inputs.images_BCHW[0] = torch.nan
+    return inputs
+
+
+Trainer._augmented = without_numbers  # type: ignore[method-assign]
 Trainer._gradients = faulty  # type: ignore[assignment,method-assign]
 main()

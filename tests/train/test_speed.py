@@ -105,7 +105,10 @@ def test_shares_rates_and_utilisation() -> None:
     assert "mfu" not in work.metrics(loaders=1, peak=6.0)
     assert "mfu" not in replace(work, flops=48.0).metrics(loaders=1, peak=0.0), "of an unknown device"
     assert "10 images/s" in work.summary(0.0)
-    assert Work(**work.as_json()) == work
+    cost = replace(work, flops=48.0).cost(6.0)
+    assert (cost["seconds"], cost["tokens"], cost["images_per_s"], cost["mfu"]) == (8.0, 400, 10.0, 0.5)
+    assert cost["time"]["save"] == 0.15
+    assert work.cost(0.0)["mfu"] is None
 
 
 def test_work_of_one_rank_is_the_work_of_all() -> None:
