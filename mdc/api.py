@@ -37,7 +37,12 @@ def load(path: str | PathLike[str], device: str | torch.device | None = None) ->
     foreign = load_foreign(str(path), torch.device(device))
     if foreign is not None:
         return foreign
-    return Captioner(load_model(_folder(str(path)), device), torch.device(device))
+    return Captioner(loaded_model(path, device), torch.device(device))
+
+
+def loaded_model(path: str | PathLike[str], device: str | torch.device = "cpu") -> LoadedModel:
+    """The parts of a model of ours: network, configuration, tokenizer and fingerprint."""
+    return load_model(_folder(str(path)), device)
 
 
 def _folder(path: str) -> Path:

@@ -256,6 +256,20 @@ def remove(uids: list[str], index: Index) -> None:
     typer.echo(f"{index}: {len(rest)} pictures, recall@10 {rest.facts.recall_at_10:.3f}")
 
 
+@app.command()
+def export(
+    out: Annotated[Path, typer.Argument(help="Folder to write; it is replaced.")],
+    model: Checkpoint = MODEL,
+    onnx: Annotated[bool, typer.Option(help="Also as ONNX; takes the extra `export`.")] = True,
+) -> None:
+    """Write the encoder for timm, transformers and ONNX, and check that each gives equal features."""
+    from mdc.api import loaded_model
+    from mdc.export import export_encoder
+
+    export_encoder(loaded_model(model), out, onnx)
+    typer.echo(f"{out}: see README.md there for how to open it")
+
+
 def main() -> None:
     """Entry point: a user's mistake is one clear message and exit code 2, a failed training one and 1: no traceback."""
     try:

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner, Result
 
+import mdc
 from mdc.cli import app
 from mdc.errors import UserError
 from mdc.files import read_json
@@ -63,6 +65,13 @@ def test_an_index_of_ones_own_pictures(
     ]
     other = make_model(tmp_path / "other", shards, seed=5)
     assert "queries come from model" in str(refused("search", pictures[0], *places[:2], "--model", other))
+
+
+def test_export_and_back(model: Path, tmp_path: Path) -> None:
+    assert "see README.md" in run("export", tmp_path / "encoder", "--model", model, "--no-onnx").output
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
+    ours, theirs = (mdc.load(path, "cpu").encode(tmp_path / "red.png") for path in (model, tmp_path / "encoder"))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 def refused(*arguments: str | int | Path) -> BaseException:
