@@ -1,5 +1,6 @@
 # make demo     the whole pipeline on the sample, then the results
 # make test     the tests; make test-slow the ones that take minutes; make lint ruff and mypy
+# make bench    speed and memory against other libraries, about ten minutes alone; ROW=step runs one row
 # make services Prefect server, worker and MLflow on localhost; make stop ends them
 # make clean    what the pipeline made and DVC can bring back; make clean-all everything it made
 
@@ -15,10 +16,10 @@ export PREFECT_PORT ?= 4200
 export MLFLOW_PORT ?= 5000
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup demo test test-slow lint services stop clean clean-all
+.PHONY: help setup demo test test-slow bench lint services stop clean clean-all
 
 help:
-	@sed -n 's/^# //p' Makefile | head -4
+	@sed -n 's/^# //p' Makefile | head -5
 
 setup: $(READY)
 
@@ -45,6 +46,9 @@ test: setup
 
 test-slow: setup
 	@OMP_NUM_THREADS=1 pytest -m slow --timeout 3600
+
+bench: setup
+	@python -m bench $(ROW)
 
 lint: setup
 	@ruff check .
