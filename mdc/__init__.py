@@ -20,7 +20,9 @@ for _name, _value in {
     "DVC_NO_ANALYTICS": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
-    # Not about calls: threads that spin while they wait take three times the CPU on busy cores.
+    # Pages of stack from torch's C++ side where a host is looked for or lost, which the launcher tells in a line.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # Threads that spin while they wait take three times the CPU on busy cores.
     "OMP_WAIT_POLICY": "PASSIVE",
 }.items():
     os.environ.setdefault(_name, _value)

@@ -73,6 +73,23 @@ def stage(
 
 
 @app.command()
+def worker(
+    params: ParamsFile = Path("params.yaml"),
+    endpoint: Annotated[str, typer.Option(help="HOST:PORT where the hosts meet; else compute.endpoint.")] = "",
+    output: Annotated[Path | None, typer.Option(help="Checkpoint folder to make; else the stage's own.")] = None,
+) -> None:
+    """Take part in a training on this host, beside `mdc stage pretrain` on another one or in a job of a cluster."""
+    from mdc.config import load_params
+    from mdc.stages import join_training
+
+    try:
+        typer.echo(f"pretrain: wrote {join_training(load_params(params), endpoint, output)}")
+    except (KeyboardInterrupt, Terminated) as stop:
+        typer.echo("error: this host's part in the training was told to end; the same command takes it up", err=True)
+        raise typer.Exit(130 if isinstance(stop, KeyboardInterrupt) else 143) from None
+
+
+@app.command()
 def sample(folder: Annotated[Path, typer.Argument(help="Where to put it.")] = Path("data/sample")) -> None:
     """Build the sample: OpenMoji drawings as PNG files and a list of their URLs and names."""
     from mdc.data.sample import build_sample

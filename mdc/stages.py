@@ -167,3 +167,24 @@ def run_stage(name: str, params: Params) -> Path:
             raise
     assert (output / MANIFEST).is_file(), f"stage {name} ended without {output / MANIFEST}"
     return output
+
+
+def join_training(params: Params, endpoint: str, output: Path | None) -> Path:
+    """Run this host's ranks of a training whose stage another process runs, and return the folder that it made.
+
+    endpoint: HOST:PORT where the hosts meet, "" for the one of the parameters. output: another folder than the stage's,
+    made for this training alone, so that there is nothing to do where it is whole.
+    Raises as `run_stage` does.
+    """
+    from mdc.train.launch import take_part
+
+    at = Folders.of(params.paths)
+    if output is not None and (output / MANIFEST).is_file():
+        return output
+    with raise_on_sigterm():
+        try:
+            take_part(params, at.shards, output or at.model, at.runs, endpoint or params.compute.endpoint)
+        except BaseException:
+            end_children(GRACE_S)
+            raise
+    return output or at.model

@@ -1,69 +1,163 @@
-"""Starts a training: torchrun in this process, one process per rank below it."""
+"""Starts a training where `compute.launcher` says: on this machine, on several hosts, or as a job of a cluster.
+
+On every host torchrun runs in the launcher's own process, with one process per rank below it. A try that failed is
+followed by another one from the newest checkpoint, unless the failure would come again.
+"""
 
 import logging
 import os
 import signal
 import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
 from mdc import files
 from mdc.config import Params, load_params
 from mdc.errors import Terminated, TrainingFailed, UserError
+from mdc.train.checkpoint import step_folders
+from mdc.train.hosts import MeetingPlace, in_common
+from mdc.train.jobs import JOBS, run_as_job
 from mdc.train.tracking import close_run
 from mdc.train.work import FAILURE, RUN, work_folder
 
+log = logging.getLogger(__name__)
+
 TARGET = "mdc.train"  # the module that each rank runs
 SHUTDOWN_S = 60  # for ranks to save a checkpoint after SIGTERM
+REPEATING = ("FloatingPointError", "OutOfMemoryError")  # the same batch would do it again
+
+
+class MeetingLost(TrainingFailed):
+    """The hosts have lost sight of one another; the ranks here have ended."""
 
 
 def pretrain(params: Params | Path, shards: Path, output: Path, runs: Path) -> None:
-    """Train on `compute.processes` ranks of this machine and write the checkpoint folder `output`.
+    """Train where `compute.launcher` says and write the checkpoint folder `output`.
 
-    runs: the folder for trainings under way. One with the same data and parameters that was stopped is taken up again.
+    runs: the folder for trainings under way. One with the same data and parameters that was stopped is taken up again,
+    and a job of a cluster that is still under way is followed rather than started twice.
     Raises UserError for bad input, TrainingFailed when a rank fails, Terminated or KeyboardInterrupt on SIGTERM or
-    SIGINT, after the ranks have saved a checkpoint. Ranks end with this process, however it ends.
+    SIGINT, after the ranks have saved a checkpoint. Ranks end with this process, however it ends; jobs of a cluster
+    end with it only where it is told to end.
     """
     params = load_params(params) if isinstance(params, Path) else params
+    if params.compute.launcher in JOBS:
+        work = work_folder(params, shards, runs)
+        run_as_job(params, work, output, partial(_close_tracking, params, work))
+    else:
+        take_part(params, shards, output, runs, params.compute.endpoint)
+
+
+def take_part(params: Params, shards: Path, output: Path, runs: Path, endpoint: str) -> None:
+    """Run the ranks of this host until the training is done, as `pretrain` does.
+
+    endpoint: HOST:PORT where the hosts meet; "" for one host alone.
+    """
     work = work_folder(params, shards, runs)
-    work.mkdir(parents=True, exist_ok=True)
-    files.write_json(work / "params.json", params.model_dump())  # JSON is YAML: ranks read what was checked here
-    command = ["-m", TARGET, "--launched", "--params", str(work / "params.json")]
-    command += ["--shards", str(shards), "--output", str(output), "--work", str(runs)]
-    before = {number: signal.getsignal(number) for number in _HANDLED}
+    place = MeetingPlace(endpoint, params.compute.rendezvous_timeout) if endpoint else None
+    before = _written(output)
+    with tempfile.TemporaryDirectory() as scratch:
+        # JSON is YAML: ranks read what was checked here
+        files.write_json(Path(scratch) / "params.json", params.model_dump())
+        command = ["--log-dir", scratch, "-m", TARGET, "--launched", "--params", f"{scratch}/params.json"]
+        command += ["--shards", str(shards), "--output", str(output), "--work", str(runs)]
+        _persevere(params, work, lambda: _try(params, work, command, place), lambda: _written(output) != before)
+
+
+def _written(output: Path) -> int:
+    """When the output was finished, 0 if it is not. Hosts read this of one file, so that clocks do not matter."""
+    manifest = output / files.MANIFEST
+    return manifest.stat().st_mtime_ns if manifest.is_file() else 0
+
+
+def _persevere(params: Params, work: Path, attempt: Callable[[], Exception | None], done: Callable[[], bool]) -> None:
+    """Try until there is a result, which may come about on another host, for as long as `compute.restarts` lets."""
+    failures, saved = 0, _newest_step(work)
+    while (cause := attempt()) is not None and not done():
+        if isinstance(cause, MeetingLost):
+            log.warning("%s; going back to the meeting place", cause)
+            continue
+        newest = _newest_step(work)
+        failures = 1 if newest > saved else failures + 1
+        saved = newest
+        repeats = isinstance(cause, UserError) or any(f": {kind}:" in str(cause) for kind in REPEATING)
+        if repeats or failures > params.compute.restarts:
+            _close_tracking(params, work, "FAILED")
+            raise cause
+        start = f"the checkpoint of step {newest}" if newest else "the start"
+        log.warning("%s; again from %s (%d of %d)", cause, start, failures, params.compute.restarts)
+
+
+def _newest_step(work: Path) -> int:
+    return max((int(folder.name.removeprefix("step-")) for folder in step_folders(work)), default=0)
+
+
+def _try(params: Params, work: Path, command: Sequence[str], place: MeetingPlace | None) -> Exception | None:
+    """Train once; returns why it failed, None when it is done.
+
+    Raises what no further try can mend: hosts that differ or do not come, and being told to end.
+    """
+    number, options = 0, ["--standalone"]
+    if place is not None:
+        number = place.enter(in_common(params, work))
+        if place.interface:  # gloo would take the one that this host's name stands for, often the loopback
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
+        options = ["--nnodes", str(params.compute.hosts), "--rdzv-backend", "c10d", "--rdzv-endpoint", place.endpoint]
+        options += ["--rdzv-id", f"{work.name}-{number}", "--local-addr", place.address]
+        options += ["--rdzv-conf", f"is_host=0,join_timeout={params.compute.rendezvous_timeout:.0f}"]
+    cause: Exception
     try:
-        _torchrun(params.compute.processes, command)
+        _torchrun(params.compute.processes, [*options, *command])
+        return None
     except ChildFailedError as error:
+        cause = _cause(error, work / FAILURE, params.compute.rank_timeout)
+    except RendezvousTimeoutError:
         _close_tracking(params, work, "FAILED")
-        raise _cause(error, work / FAILURE, params.compute.rank_timeout) from None
+        raise TrainingFailed(
+            f"fewer than compute.hosts = {params.compute.hosts} hosts have met within compute.rendezvous_timeout = "
+            f"{params.compute.rendezvous_timeout:g} s; the output on each of them says more"
+        ) from None
+    except (RendezvousError, DistError) as error:
+        cause = MeetingLost(f"the hosts' meeting broke off ({type(error).__name__}: {str(error).splitlines()[0]})")
     except SignalException as stopped:
         _close_tracking(params, work, "KILLED")
         raise KeyboardInterrupt if stopped.sigval == signal.SIGINT else Terminated from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    if place is not None:
+        place.note_failed(number)
+    return cause
 
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # torchrun sets handlers of its own
 
 
-def _torchrun(processes: int, command: list[str]) -> None:
+def _torchrun(processes: int, arguments: Sequence[str]) -> None:
     """What the command `torchrun` does, without its log and its own traceback."""
-    for name in ("agent.server.api", "multiprocessing.api"):
+    for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
-    with tempfile.TemporaryDirectory() as logs:
-        options = ["--standalone", "--nproc-per-node", str(processes), "--shutdown-timeout", str(SHUTDOWN_S)]
-        torchrun.run(torchrun.parse_args([*options, "--log-dir", logs, *command]))
+    before = {number: signal.getsignal(number) for number in _HANDLED}
+    try:
+        options = ["--nproc-per-node", str(processes), "--shutdown-timeout", str(SHUTDOWN_S)]
+        torchrun.run(torchrun.parse_args([*options, *arguments]))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _cause(error: ChildFailedError, failure: Path, rank_timeout: float) -> Exception:
-    """The first failure, from the file where its rank left it; a rank that was killed could leave none."""
+    """The first failure, from the file where its rank left it; a rank that was killed could leave none.
+
+    Raises KeyboardInterrupt where the ranks have agreed to end on Ctrl-C, which another host may have received.
+    """
     if failure.is_file():
         record: dict[str, Any] = files.read_json(failure)
         if record["mistake"]:
@@ -74,6 +168,10 @@ def _cause(error: ChildFailedError, failure: Path, rank_timeout: float) -> Excep
             f"rank {record['rank']} on {record['host']} failed: {record['message']} (traceback above){hint}"
         )
     rank, first = error.get_first_failure()
+    if first.exitcode == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if first.exitcode == 128 + signal.SIGTERM:
+        return TrainingFailed("the ranks were told to end, here or on another host, and have saved a checkpoint")
     return TrainingFailed(f"rank {rank} (process {first.pid}) ended with exit code {first.exitcode}: {first.message}")
 
 

@@ -93,7 +93,7 @@ def test_a_failing_rank_ends_all_and_is_named(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     fault("1:2:raise")
-    params = small_params(compute={"processes": 2})
+    params = small_params(compute={"processes": 2, "restarts": 0})
     with pytest.raises(launch.TrainingFailed, match=r"rank 1 .*RuntimeError: the fault that was asked for"):
         launch.pretrain(params, shards, tmp_path / "model", tmp_path / "runs")
     output = capfd.readouterr().err
@@ -106,7 +106,7 @@ def test_a_killed_rank_ends_all_and_its_run_is_marked(
 ) -> None:
     """The rank that writes the run is killed, so that the launcher must close it."""
     fault("0:2:kill")
-    params = small_params(compute={"processes": 2}, tracking={"uri": database, "required": True})
+    params = small_params(compute={"processes": 2, "restarts": 0}, tracking={"uri": database, "required": True})
     with pytest.raises(launch.TrainingFailed, match="rank"):
         launch.pretrain(params, shards, tmp_path / "model", tmp_path / "runs")
     run = files.read_json(work_folder(params, shards, tmp_path / "runs") / RUN)
@@ -123,7 +123,7 @@ def test_a_silent_rank_is_given_up_after_the_timeout(
 ) -> None:
     fault("1:2:sleep")
     monkeypatch.setattr(launch, "SHUTDOWN_S", 1)
-    params = small_params(compute={"processes": 2, "rank_timeout": 3.0})
+    params = small_params(compute={"processes": 2, "rank_timeout": 3.0, "restarts": 0})
     with pytest.raises(launch.TrainingFailed, match=r"rank 0 .*another rank was silent for compute.rank_timeout = 3 s"):
         launch.pretrain(params, shards, tmp_path / "model", tmp_path / "runs")
 
