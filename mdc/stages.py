@@ -68,13 +68,13 @@ def _download(params: Params, at: Folders) -> None:
 def _caption(params: Params, at: Folders) -> None:
     from mdc.data.captions import prepare_captions
 
-    prepare_captions(params.caption, at.downloaded, at.captions)
+    prepare_captions(params.caption, at.downloaded, at.captions, at.runs / "caption", params.compute)
 
 
 def _shard(params: Params, at: Folders) -> None:
-    from mdc.data.shards import write_shards
+    from mdc.data.packing import write_shards
 
-    write_shards(params.shard, at.downloaded, at.captions, at.shards)
+    write_shards(params.shard, at.downloaded, at.captions, at.shards, at.runs / "shard", params.compute)
 
 
 def _pretrain(params: Params, at: Folders) -> None:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from mdc.config import ShardParams
 from mdc.data.captions import SCHEMA
-from mdc.data.shards import write_shards
+from mdc.data.packing import write_shards
 from mdc.data.tars import FixedTar
 from mdc.data.tokenizer import CaptionTokenizer
 from mdc.files import write_manifest

@@ -17,6 +17,8 @@ from mdc.stages import Folders
 WITHOUT_EFFECT = {
     "mdc/__init__.py",
     "mdc/config.py",
+    "mdc/data/parallel.py",
+    "mdc/data/work.py",
     "mdc/errors.py",
     "mdc/files.py",
     "mdc/processes.py",

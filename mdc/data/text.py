@@ -2,7 +2,8 @@
 
 import html
 import re
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,20 +21,34 @@ if TYPE_CHECKING:
 
 MISSING = "missing"
 SPACES = r"[\s\p{Z}\p{Cc}]+"  # RE2's own \s is ASCII alone
+UNEVEN = r"^ | $|  |[\x00-\x1f\x7f-\xa0]|[^\x00-\x7f\PZ]"  # what `SPACES` would change, one space alone excepted
 PHRASES = 500  # of the blocklist in one expression
 
 
 def clean(texts: pa.StringArray, params: CaptionParams) -> pa.StringArray:
     """The captions as they are to be written; null stays null. Entities are resolved once: `&amp;lt;` is `&lt;`."""
     if params.html_entities:
-        escaped = pc.fill_null(pc.match_substring(texts, "&"), False)
-        resolved = [html.unescape(text) for text in texts.filter(escaped).to_pylist()]
-        texts = pc.replace_with_mask(texts, escaped, pa.array(resolved, pa.string()))
+        texts = _changed(texts, pc.match_substring(texts, "&"), _without_entities)
     if params.unicode_form:
-        texts = pc.utf8_normalize(texts, params.unicode_form)
+        composed = partial(pc.utf8_normalize, form=params.unicode_form)
+        texts = _changed(texts, pc.invert(pc.string_is_ascii(texts)), composed)
     if params.collapse_spaces:
-        texts = pc.utf8_trim_whitespace(pc.replace_substring_regex(texts, SPACES, " "))
+        texts = _changed(texts, pc.match_substring_regex(texts, UNEVEN), _evenly_spaced)
     return texts
+
+
+def _changed(texts: pa.StringArray, which: pa.BooleanArray, change: Callable[..., pa.StringArray]) -> pa.StringArray:
+    """`texts` with `change` made to some of them: most captions need none."""
+    which = pc.fill_null(which, False)
+    return pc.replace_with_mask(texts, which, change(texts.filter(which))) if pc.any(which).as_py() else texts
+
+
+def _without_entities(texts: pa.StringArray) -> pa.StringArray:
+    return pa.array([html.unescape(text) for text in texts.to_pylist()], pa.string())
+
+
+def _evenly_spaced(texts: pa.StringArray) -> pa.StringArray:
+    return pc.utf8_trim_whitespace(pc.replace_substring_regex(texts, SPACES, " "))
 
 
 def reasons(texts: pa.StringArray, params: CaptionParams) -> list[str]:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from mdc.config import Vocabulary
@@ -53,7 +55,6 @@ class CaptionTokenizer:
         self._forbidden = {i for name, i in ids.items() if name != "unk_id"} | _special_ids(tokenizer)
         self._forbidden -= {self.vocabulary.unk_id}
         self._special_names = {MASK, *(token for i in self._forbidden if (token := tokenizer.id_to_token(i)))}
-        self._spelling = re.compile("|".join(map(re.escape, sorted(self._special_names))))
 
     @classmethod
     def train(cls, captions: Iterable[str], vocab_size: int, lowercase: bool) -> "CaptionTokenizer":
@@ -113,15 +114,22 @@ class CaptionTokenizer:
         """Token ids per caption, the end token last; no other special id but "unknown" can occur."""
         encoded = self._tokenizer.encode_batch_fast(list(captions), add_special_tokens=False)
         rows = [encoding.ids for encoding in encoded]
+        end = self.vocabulary.eos_id
         for index, ids in enumerate(rows):
             if not self._forbidden.isdisjoint(ids):
                 rows[index] = ids = self._encode_escaped(captions[index])
-            assert self._forbidden.isdisjoint(ids), f"special token in the ids of {captions[index]!r}"
-        return [[*ids, self.vocabulary.eos_id] for ids in rows]
+                assert self._forbidden.isdisjoint(ids), f"special token in the ids of {captions[index]!r}"
+            ids.append(end)
+        return rows
 
     def spells_special(self, caption: str) -> bool:
         """Whether the text holds the name of a special token, which `encode` reads as ordinary text."""
-        return self._spelling.search(caption) is not None
+        return any(name in caption for name in self._special_names)
+
+    def count_special(self, captions: pa.StringArray) -> int:
+        """How many of the texts hold the name of a special token."""
+        names = "|".join(re.sub(r"([^\w\s])", r"\\\1", name) for name in sorted(self._special_names))
+        return int(pc.sum(pc.match_substring_regex(captions, names)).as_py() or 0)
 
     def encode_template(self, template: str) -> list[int]:
         """Ids of a text in which each `[MASK]` is a gap of one token; ends with the end token.

@@ -106,7 +106,7 @@ def _counts(column: pa.ChunkedArray) -> dict[str, int]:
 
 def _read_captions(captions: Path) -> tuple[NDArray[np.int64], NDArray[np.bool_], dict[str, int]]:
     """Lengths in tokens, which captions were kept, and the reasons of the others."""
-    table = pq.read_table(captions / "captions.parquet", columns=["kept", "reason", "tokens"])
+    table = pq.read_table(sorted(captions.glob("*.parquet")), columns=["kept", "reason", "tokens"])
     lengths = pc.fill_null(pc.list_value_length(table["tokens"]), 0).to_numpy().astype(np.int64)
     kept = table["kept"].to_numpy().astype(bool)
     return lengths, kept, _counts(table.filter(pc.invert(table["kept"]))["reason"])

@@ -198,7 +198,7 @@ def shards(tmp_path: Path, downloaded: Callable[..., Path]) -> Callable[..., Pat
     """`shards(**options of downloaded)`: a folder as the shard stage leaves it, eight samples a shard."""
     from mdc.config import CaptionParams, ShardParams
     from mdc.data.captions import prepare_captions
-    from mdc.data.shards import write_shards
+    from mdc.data.packing import write_shards
 
     def make(**options: Any) -> Path:
         source = downloaded(**options)

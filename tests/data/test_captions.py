@@ -4,10 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from mdc.config import CaptionParams
-from mdc.data.captions import fit_length, join_groups, prepare_captions, split_of
+from mdc.data.alike import components
+from mdc.data.captions import fit_length, prepare_captions, split_of
 from mdc.data.tokenizer import CaptionTokenizer
 from mdc.errors import UserError
 from mdc.files import read_json
@@ -17,7 +19,8 @@ PARAMS = CaptionParams(vocab_size=100, validation_share=0.2, test_share=0.2)
 
 def prepared(folder: Path, output: Path, params: CaptionParams = PARAMS) -> tuple[pd.DataFrame, dict]:
     prepare_captions(params, folder, output)
-    return pd.read_parquet(output / "captions.parquet").set_index("uid"), read_json(output / "manifest.json")["counts"]
+    rows = pd.concat([pd.read_parquet(file) for file in sorted(output.glob("*.parquet"))]).set_index("uid")
+    return rows, read_json(output / "manifest.json")["counts"]
 
 
 def test_every_captioned_row_is_kept_or_has_a_reason(tmp_path: Path, downloaded: Callable[..., Path]) -> None:
@@ -86,7 +89,7 @@ def test_no_group_and_no_picture_is_in_two_splits(tmp_path: Path, downloaded: Ca
     pictures[-10:] = ["placeholder"] * 10
     captions: list[str | None] = [f"a dog {i}" for i in range(count)]
     folder = downloaded(captions=captions, group=groups, sha256=pictures)
-    rows, counts = prepared(folder, tmp_path / "captions")
+    rows, counts = prepared(folder, tmp_path / "captions", PARAMS.model_copy(update={"max_repeats": 10}))
     rows["picture"], rows["given"] = pictures, groups
     assert set(rows["split"]) == {"train", "validation", "test"}
     assert (rows.groupby("picture")["split"].nunique() == 1).all()
@@ -94,10 +97,13 @@ def test_no_group_and_no_picture_is_in_two_splits(tmp_path: Path, downloaded: Ca
     assert counts["groups"] == 90 - 2 + 20 + 1
 
 
-def test_joined_groups_are_named_by_the_smallest() -> None:
-    groups = pd.Series(["b", "a", "c", "", "", "d"])
-    contents = pd.Series(["1", "1", "2", "2", "3", "4"])
-    assert join_groups(groups, contents).tolist() == ["a", "a", "c", "c", "content 3", "d"]
+def test_sets_are_named_by_the_smallest() -> None:
+    links = pa.table({"a": ["b", "x", "c"], "b": ["a", "y", "b"]})
+    assert dict(zip(*components(links).to_pydict().values(), strict=True)) == {
+        **dict.fromkeys("abc", "a"),
+        **dict.fromkeys("xy", "x"),
+    }
+    assert not len(components(links.slice(0, 0)))
 
 
 def test_the_split_follows_the_shares_and_the_name_alone() -> None:

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import webdataset
 
 from mdc.config import ShardParams
-from mdc.data.shards import read_index, verify_shards, write_shards
+from mdc.data.packing import write_shards
+from mdc.data.shards import SAMPLES_SCHEMA, read_index, verify_shards
 from mdc.data.tars import FixedTar, members
 from mdc.errors import UserError
 
@@ -37,7 +40,7 @@ def test_fixed_tars_are_what_tarfile_reads(tmp_path: Path) -> None:
 
 def test_offsets_and_contents(shards: Callable[..., Path], tmp_path: Path) -> None:
     folder = shards()
-    captions = pd.read_parquet(tmp_path / "captions" / "captions.parquet").set_index("uid")
+    captions = pd.concat(map(pd.read_parquet, (tmp_path / "captions").glob("*.parquet"))).set_index("uid")
     table = samples(folder)
     assert set(table["uid"]) == set(captions.index[captions["kept"]])
     assert table["uid"].is_unique
@@ -53,6 +56,8 @@ def test_offsets_and_contents(shards: Callable[..., Path], tmp_path: Path) -> No
             "uid": row.uid,
             "caption": row.caption,
             "tokens": list(row.tokens),
+            "source": "caption",
+            "others": [],
             "label": "",
             "group": note["group"],
         }
@@ -138,9 +143,12 @@ def test_damage_is_noticed(shards: Callable[..., Path], damage: Callable[[Path],
 
 def test_a_list_of_samples_that_does_not_fit_is_noticed(shards: Callable[..., Path]) -> None:
     folder = shards()
-    table = samples(folder)
-    table.loc[0, "image_offset"] += 1
-    table.to_parquet(folder / "samples.parquet", index=False)
+    file = pq.ParquetFile(folder / "samples.parquet")
+    groups = [file.read_row_group(number).to_pylist() for number in range(file.num_row_groups)]
+    groups[0][0]["image_offset"] += 1
+    with pq.ParquetWriter(folder / "samples.parquet", SAMPLES_SCHEMA) as writer:
+        for rows in groups:
+            writer.write_table(pa.Table.from_pylist(rows, SAMPLES_SCHEMA))
     with pytest.raises(UserError, match=r"has members other than samples\.parquet lists"):
         verify_shards(folder)
 

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from mdc.config import ModelConfig, Params
 from mdc.data.captions import prepare_captions
-from mdc.data.shards import write_shards
+from mdc.data.packing import write_shards
 from mdc.data.tars import FixedTar
 from mdc.data.tokenizer import CaptionTokenizer
 from mdc.files import read_json, write_json, write_manifest
@@ -71,7 +71,7 @@ class World:
         self.root = root
         self.pairs = pairs
         base = {
-            "caption": {"max_tokens": 8, "validation_share": 0.2, "test_share": 0.2},
+            "caption": {"max_tokens": 8, "validation_share": 0.2, "test_share": 0.2, "alike_bits": -1},
             "evaluate": {"caption_length": 6, "probe_seeds": 3},
             "download": {"image_format": "png"},
             "report": {"title": "A test run", "sample_pairs": 6, "credit": "Shapes by the tests, CC0"},
@@ -142,6 +142,7 @@ def write_downloaded(folder: Path, pairs: list[Pair], extension: str = "png") ->
             "sha256": None,
         }
     )
+    rows = [{**row, "url": f"http://pictures.test/{row['uid']}"} for row in rows]
     pq.write_table(pa.Table.from_pylist(rows), folder / "00000.parquet")
     write_manifest(folder, {}, {"rows": len(rows)})
 
