@@ -44,8 +44,10 @@ demo: setup
 test: setup
 	@OMP_NUM_THREADS=1 pytest
 
+# Slurm's tests need root and `apt-get install slurm-wlm munge`, those of several hosts root and iproute2; else they are
+# skipped, with the reason.
 test-slow: setup
-	@OMP_NUM_THREADS=1 pytest -m slow --timeout 3600
+	@OMP_NUM_THREADS=1 pytest -m slow --timeout 3600 -rs
 
 bench: setup
 	@python -m bench $(ROW)

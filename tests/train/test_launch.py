@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,11 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from mdc import files
 from mdc.config import Params
+from mdc.errors import UserError
 from mdc.processes import Terminated
 from mdc.train import launch
+from mdc.train.checkpoint import step_folders
 from mdc.train.trainer import train
 from mdc.train.work import RUN, work_folder
 
@@ -128,19 +133,104 @@ def test_a_silent_rank_is_given_up_after_the_timeout(
         launch.pretrain(params, shards, tmp_path / "model", tmp_path / "runs")
 
 
-def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, shards: Path, small_params: MakeParams) -> None:
-    """And with nobody to tell them, they still save a checkpoint."""
-    params = small_params(steps=100_000, checkpoint_every=100_000)
-    (tmp_path / "params.json").write_text(params.model_dump_json())
+def start(params: Params, shards: Path, folder: Path) -> "subprocess.Popen[bytes]":
+    """The launcher in a process group of its own, training into `folder`/model."""
+    (folder / "params.json").write_text(params.model_dump_json())
     code = (
-        "import sys; from pathlib import Path; from mdc.train.launch import pretrain;pretrain(*map(Path, sys.argv[1:]))"
+        "import sys; from pathlib import Path; from mdc.train import launch; launch.pretrain(*map(Path, sys.argv[1:]))"
     )
-    paths = [tmp_path / "params.json", shards, tmp_path / "model", tmp_path / "runs"]
-    launcher = subprocess.Popen(
+    paths = [folder / "params.json", shards, folder / "model", folder / "runs"]
+    return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, paths)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
+        start_new_session=True,
     )
+
+
+def wait_for_checkpoint(work: Path, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + 120
+    while not step_folders(work):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def assert_same_weights(model: Path, expected: Path) -> None:
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (model, expected))
+    for name, weights in ours.items():
+        torch.testing.assert_close(weights, theirs[name], atol=1e-6, rtol=0)
+
+
+def test_two_ranks_killed_and_taken_up_by_one_give_the_weights_of_an_undisturbed_run(
+    tmp_path: Path, shards: Path, small_params: MakeParams
+) -> None:
+    options = {"steps": 60, "lr": 1e-4, "checkpoint_every": 5, "validate_every": 60}
+    two = small_params(**options, compute={"processes": 2})
+    work = work_folder(two, shards, tmp_path / "runs")
+    launcher = start(two, shards, tmp_path)
+    wait_for_checkpoint(work, launcher)
+    os.killpg(launcher.pid, signal.SIGKILL)
+    launcher.communicate()
+    assert step_folders(work), "it was killed in mid-training"
+    train(small_params(**options, compute={"workers": 1}), shards, tmp_path / "model", tmp_path / "runs")
+    train(small_params(**options), shards, tmp_path / "undisturbed", tmp_path / "other-runs")
+    assert_same_weights(tmp_path / "model", tmp_path / "undisturbed")
+
+
+def test_a_rank_that_is_lost_is_followed_by_another_try(tmp_path: Path, shards: Path, small_params: MakeParams) -> None:
+    options = {"steps": 300, "lr": 1e-4, "checkpoint_every": 10, "validate_every": 300, "log_every": 100}
+    params = small_params(**options, compute={"processes": 2, "restarts": 1})
+    work = work_folder(params, shards, tmp_path / "runs")
+    launcher = start(params, shards, tmp_path)
+    wait_for_checkpoint(work, launcher)
+    psutil.Process(launcher.pid).children()[0].kill()
+    _, output = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, output
+    assert re.search(rb"; again from the checkpoint of step \d+ \(1 of 1\)", output)
+    assert b"taken up again at step" in output
+    train(small_params(**options), shards, tmp_path / "undisturbed", tmp_path / "other-runs")
+    assert_same_weights(tmp_path / "model", tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize(("kind", "failure"), [("nan", launch.TrainingFailed), ("mistake", UserError)])
+def test_what_would_come_again_is_not_tried_again(
+    tmp_path: Path,
+    shards: Path,
+    small_params: MakeParams,
+    fault: Callable[[str], None],
+    capfd: pytest.CaptureFixture[str],
+    kind: str,
+    failure: type[Exception],
+) -> None:
+    fault("0:2:nan" if kind == "nan" else "0:99:none")
+    params = small_params(batch_size=8 if kind == "nan" else 512, compute={"restarts": 5})
+    with pytest.raises(failure):
+        launch.pretrain(params, shards, tmp_path / "model", tmp_path / "runs")
+    assert "of 5)" not in capfd.readouterr().err
+
+
+def test_tries_are_counted_from_the_newest_checkpoint(
+    tmp_path: Path, shards: Path, small_params: MakeParams, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A training that gets on may fail any number of times; one that does not, ends."""
+    params = small_params(compute={"restarts": 2})
+    work, tries = tmp_path / "pretrain-0", iter([10, 20, 30, 30, 30, 40])
+
+    def attempt() -> Exception:
+        (work / f"step-{next(tries):08d}").mkdir(parents=True, exist_ok=True)
+        return launch.TrainingFailed("lost")
+
+    with pytest.raises(launch.TrainingFailed):
+        launch._persevere(params, work, attempt, lambda: False)
+    assert list(tries) == [40]
+    assert [record.args[-2] for record in caplog.records] == [1, 1, 1, 2]  # type: ignore[index]
+
+
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, shards: Path, small_params: MakeParams) -> None:
+    """And with nobody to tell them, they still save a checkpoint."""
+    params = small_params(steps=100_000, checkpoint_every=100_000)
+    launcher = start(params, shards, tmp_path)
     assert launcher.stderr is not None
     heard = b""
     while b" 1" not in heard.partition(b"pretrain:")[2].replace(b"100000", b""):  # until the bar moves

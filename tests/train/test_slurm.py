@@ -12,20 +12,21 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 from source_files import ROOT
 
 from mdc import files
-from mdc.config import Params, merge
+from mdc.config import Params, load_params, merge
 from mdc.train import launch
 from mdc.train.checkpoint import step_folders
 from mdc.train.work import work_folder
 
 MakeParams = Callable[..., Params]
 DAEMONS = ("munged", "slurmctld", "slurmd")
-OPTIONS = {"steps": 1500, "checkpoint_every": 100, "validate_every": 500, "log_every": 50}
+OPTIONS = {"steps": 1000, "checkpoint_every": 100, "validate_every": 500, "log_every": 50}
 
 CONFIG = """
 ClusterName=test
@@ -172,7 +173,7 @@ def state(job: str) -> str:
 
 
 def assert_weights_of_an_undisturbed_run(model: Path, small_params: MakeParams) -> None:
-    """On as many ranks: the order of sums over more or fewer is another, which 1,500 updates make seen."""
+    """On as many ranks: the order of sums over more or fewer is another, which 1,000 updates make seen."""
     alone = small_params(**OPTIONS, compute={"processes": 2})
     launch.pretrain(alone, Path("data/shards"), Path("undisturbed"), Path("other-runs"))
     theirs = load_file(Path("undisturbed/model.safetensors"))
@@ -241,6 +242,50 @@ def test_a_job_outlives_its_follower_and_is_found_again(params: Params) -> None:
     assert stage.process.wait(60) == 0
     assert "started" not in stage.said()
     assert not files.damage(Path("outputs/model"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_flow_that_is_killed_leaves_the_job_and_one_that_is_ended_cancels_it(params: Params) -> None:
+    for name in ("mdc", ".dvc/config", "dvc.yaml", "prefect.toml", ".dvcignore"):
+        source = ROOT / name
+        Path(name).parent.mkdir(exist_ok=True)
+        shutil.copytree(source, name) if source.is_dir() else shutil.copy(source, name)
+    asked("git", "init", "--quiet")
+    whole = load_params(ROOT / "params.yaml").model_dump()  # dvc.yaml reads values that the small file leaves out
+    files.write_json(Path("params.yaml"), merge(whole, params.model_dump()))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment["PYTHONPATH"] = str(ROOT)
+
+    def start_flow(log: Path) -> "subprocess.Popen[bytes]":
+        with log.open("wb") as out:
+            command = [sys.executable, "-m", "pipelines.pretrain"]
+            return subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+
+    def job_of(log: Path, words: str) -> str:
+        within(240, lambda: re.search(rf"job \d+ {words}", log.read_text()), log.read_text)
+        found = re.search(rf"job (\d+) {words}", log.read_text())
+        assert found is not None
+        return found[1]
+
+    work, first, second = work_of(params), Path("first.log"), Path("second.log")
+    flow = start_flow(first)
+    job = job_of(first, "started")
+    within(240, lambda: newest(work), first.read_text)
+    below = psutil.Process(flow.pid).children(recursive=True)
+    ours = [process for process in below if "uvicorn" not in " ".join(process.cmdline())]  # Prefect's own server
+    assert any("stage" in process.cmdline() for process in ours)
+    flow.kill()
+    flow.wait()
+    _, left = psutil.wait_procs(ours, timeout=30)
+    assert not left
+    assert state(job) == "RUNNING"
+    flow = start_flow(second)
+    assert job_of(second, "is under way") == job
+    flow.send_signal(signal.SIGTERM)
+    within(30, lambda: state(job) in ("", "COMPLETING"), second.read_text)
+    flow.wait(60)
+    assert "JobState=CANCELLED" in asked("scontrol", "show", "job", job)
 
 
 @pytest.mark.slow
