@@ -6,6 +6,7 @@ Letters: B captions, M images (B = M x R, the R captions of one image being cons
 D width, H heads, d width of a head, V vocabulary, N chosen positions.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,15 +21,31 @@ INIT_STD = 0.02  # GPT-2's
 
 
 @dataclass
-class Cache:
-    """Self-attention keys and values of the tokens decoded so far, one pair per layer, and how many they are."""
+class Past:
+    """Self-attention keys and values of the tokens decoded so far, in one layer."""
 
-    layers: list[KeyValue] = field(default_factory=list)
+    keys: KeyValue | None = None
+
+    def extend(self, k_BHLd: Tensor, v_BHLd: Tensor) -> KeyValue:
+        """Put those of new tokens behind the earlier ones; returns all of them."""
+        if self.keys is not None:
+            k_BHLd, v_BHLd = torch.cat([self.keys[0], k_BHLd], dim=2), torch.cat([self.keys[1], v_BHLd], dim=2)
+        self.keys = k_BHLd, v_BHLd
+        return self.keys
+
+
+@dataclass
+class Cache:
+    """The past of every layer, and how many tokens it holds."""
+
+    layers: dict[int, Past] = field(default_factory=lambda: defaultdict(Past))
     length: int = 0
 
     def reorder(self, rows_B: Tensor) -> None:
         """Let row i go on from what row `rows_B[i]` has decoded (beam search)."""
-        self.layers = [(k_BHLd[rows_B], v_BHLd[rows_B]) for k_BHLd, v_BHLd in self.layers]
+        for past in self.layers.values():
+            assert past.keys is not None
+            past.keys = past.keys[0][rows_B], past.keys[1][rows_B]
 
 
 def attention_mask(real_BL: Tensor, causal_B: Tensor) -> tuple[Tensor | None, bool]:
@@ -56,16 +73,14 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(
-        self, x_BLD: Tensor, mask: Tensor | None, is_causal: bool, past: KeyValue | None = None
-    ) -> tuple[Tensor, KeyValue]:
-        """past: keys and values of earlier tokens, which come before the ones given."""
+    def forward(self, x_BLD: Tensor, mask: Tensor | None, is_causal: bool, past: Past | None = None) -> Tensor:
+        """past: of earlier tokens, which come before the ones given; it is extended."""
         B, L, D = x_BLD.shape
         q, k, v = self.qkv(x_BLD).view(B, L, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
         if past is not None:
-            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+            k, v = past.extend(k, v)
         mixed_BHLd = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
-        return self.out(mixed_BHLd.transpose(1, 2).reshape(B, L, D)), (k, v)
+        return self.out(mixed_BHLd.transpose(1, 2).reshape(B, L, D))
 
 
 class CrossAttention(nn.Module):
@@ -112,15 +127,14 @@ class Block(nn.Module):
         memory: Tensor | KeyValue | None,
         mask: Tensor | None,
         is_causal: bool,
-        past: KeyValue | None,
-    ) -> tuple[Tensor, KeyValue]:
+        past: Past | None,
+    ) -> Tensor:
         """memory: patches_MPD, or this block's keys and values of them."""
-        mixed_BLD, present = self.self_attention(self.norm_self(x_BLD), mask, is_causal, past)
-        x_BLD = x_BLD + mixed_BLD
+        x_BLD = x_BLD + self.self_attention(self.norm_self(x_BLD), mask, is_causal, past)
         if memory is not None:
             keys = self.cross_attention.keys(memory) if isinstance(memory, Tensor) else memory
             x_BLD = x_BLD + self.cross_attention(self.norm_cross(x_BLD), keys)
-        return x_BLD + self.down(F.gelu(self.up(self.norm_mlp(x_BLD)))), present
+        return x_BLD + self.down(F.gelu(self.up(self.norm_mlp(x_BLD))))
 
 
 class Decoder(nn.Module):
@@ -183,14 +197,11 @@ class Decoder(nn.Module):
         """
         first = 0 if cache is None else cache.length
         x_BLD = self.embed(tokens_BL) + self.positions_LD[first : first + tokens_BL.shape[1]]
-        pasts: list[KeyValue] = cache.layers if cache is not None else []
-        presents = []
         for i, block in enumerate(self.blocks):
-            past = pasts[i] if pasts else None
-            x_BLD, present = block(x_BLD, memory[i] if isinstance(memory, list) else memory, mask, is_causal, past)
-            presents.append(present)
+            past = None if cache is None else cache.layers[i]
+            x_BLD = block(x_BLD, memory[i] if isinstance(memory, list) else memory, mask, is_causal, past)
         if cache is not None:
-            cache.layers, cache.length = presents, first + tokens_BL.shape[1]
+            cache.length += tokens_BL.shape[1]
         return self.norm(x_BLD)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
