@@ -2,14 +2,19 @@
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from mdc.data.loader import Batch
 from mdc.objectives import TextImage
+from mdc.train import preflight
 from mdc.train.__main__ import main
+from mdc.train.preflight import Place
 from mdc.train.trainer import Trainer
 
 rank, step, kind = os.environ["FAULT"].split(":")
@@ -17,7 +22,7 @@ gradients, augmented = Trainer._gradients, Trainer._augmented
 
 
 def faulty(trainer: Trainer, batches: Iterator[Batch]) -> object:
-    if kind != "nan" and trainer.rank == int(rank) and trainer.done == int(step):
+    if kind in ("raise", "sleep", "stop", "kill") and trainer.rank == int(rank) and trainer.done == int(step):
         if kind == "raise":
             raise RuntimeError("the fault that was asked for")
         if kind == "sleep":
@@ -34,6 +39,21 @@ def without_numbers(trainer: Trainer, batch: Batch) -> TextImage:
     return inputs
 
 
-Trainer._augmented = without_numbers  # type: ignore[method-assign]
+def with_other_software(name: str) -> str:
+    return "0.0"
+
+
+folders = Place.folders
+
+
+def elsewhere(place: Place) -> str:
+    with tempfile.TemporaryDirectory() as other:
+        return folders(replace(place, work=Path(other)))
+
+
+if kind == "differ" and os.environ["RANK"] == rank:
+    preflight.version = with_other_software  # type: ignore[assignment]
+    Place.folders = elsewhere  # type: ignore[assignment,method-assign]
+Trainer._augmented = without_numbers  # type: ignore[assignment,method-assign]
 Trainer._gradients = faulty  # type: ignore[assignment,method-assign]
 main()
