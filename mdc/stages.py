@@ -13,7 +13,7 @@ from typing import Any
 from mdc.config import STAGES as NAMES
 from mdc.config import Params, PathParams, choose
 from mdc.errors import UserError
-from mdc.files import MANIFEST, damage, fingerprint, read_json, read_manifest, sha256
+from mdc.files import MANIFEST, READ_UP_TO, damage, fingerprint, read_json, read_manifest, sha256
 from mdc.processes import end_children, only_writer, raise_on_sigterm
 
 LOCK_PATIENCE_S = 5.0
@@ -113,13 +113,14 @@ class Stage:
     run: Callable[[Params, Folders], None]
     output: Callable[[Folders], Path]  # the one folder it makes
     reads: tuple[str, ...] = ()  # the stages whose folders it reads
+    preflight: bool = False  # whether it compares their contents itself, where compute.preflight asks for it
 
 
 STAGES: dict[str, Stage] = {
     "download": Stage(_download, lambda at: at.downloaded),
     "caption": Stage(_caption, lambda at: at.captions, ("download",)),
     "shard": Stage(_shard, lambda at: at.shards, ("download", "caption")),
-    "pretrain": Stage(_pretrain, lambda at: at.model, ("shard",)),
+    "pretrain": Stage(_pretrain, lambda at: at.model, ("shard",), preflight=True),
     "extract": Stage(_extract, lambda at: at.features, ("shard", "pretrain")),
     "evaluate": Stage(_evaluate, lambda at: at.evaluation, ("shard", "pretrain", "extract")),
     "report": Stage(_report, lambda at: at.report, ("download", "caption", "shard", "pretrain", "extract", "evaluate")),
@@ -127,12 +128,13 @@ STAGES: dict[str, Stage] = {
 assert tuple(STAGES) == NAMES
 
 
-def _check_inputs(stage: Stage, at: Folders) -> None:
+def _check_inputs(stage: Stage, params: Params, at: Folders) -> None:
     """Raise UserError where a folder that the stage reads is missing or is not as it was written."""
+    read_up_to = 0 if stage.preflight and params.compute.preflight else READ_UP_TO  # nothing is read twice
     for name in stage.reads:
         folder = STAGES[name].output(at)
         read_manifest(folder, made_by=name)
-        if problem := damage(folder):
+        if problem := damage(folder, read_up_to):
             raise UserError(
                 f"{folder} is damaged: {problem}; bring it back with `dvc checkout`, or run `mdc stage {name}`"
             )
@@ -159,7 +161,7 @@ def run_stage(name: str, params: Params) -> Path:
     output = stage.output(at)
     with raise_on_sigterm(), only_writer(at.runs / f"{name}.lock", str(output), LOCK_PATIENCE_S):
         _check_output(output)
-        _check_inputs(stage, at)
+        _check_inputs(stage, params, at)
         try:
             stage.run(params, at)
         except BaseException:

@@ -25,7 +25,6 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from mdc import dist, files
 from mdc.config import ModelConfig, Params, choose
 from mdc.data.loader import Batch, ShardDataset, TrainLoader
-from mdc.data.shards import verify_shards
 from mdc.data.tokenizer import CaptionTokenizer
 from mdc.data.transforms import eval_images, train_images
 from mdc.draws import Draws, derive_seed
@@ -40,6 +39,7 @@ from mdc.train.optim import (
     scale_and_clip,
     set_learning_rate,
 )
+from mdc.train.preflight import Place, Ready, look
 from mdc.train.pulse import Pulse
 from mdc.train.speed import Advice, Meter, Work, free_cores, over_ranks, peak_flops
 from mdc.train.tracking import TrackedData, Tracker, git_commit
@@ -112,6 +112,26 @@ class Trainer:
         compute = self.params.compute
         strategy.prepare_layers(model, compute)
         return strategy.spread(model.to(self.device), compute.strategy, self.device, self._bf16())
+
+    def look(self, output: Path) -> list[str]:
+        """What `preflight` finds that needs the model; raises UserError as it does."""
+        ready = Ready(
+            self.params,
+            self.config,
+            self.objective,
+            self.model,
+            self.optimizer,
+            self.averages,
+            self.train_set.images([0])[0],
+            self.train_set.longest,
+            self.device,
+            self._autocast,
+            output,
+            self.work,
+        )
+        findings = look(ready.checks())
+        self.meter.step_flops = ready.step_flops()
+        return findings
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -460,11 +480,6 @@ def _prepare(work: Path, failure: Path) -> None:
         )
 
 
-def _check(shards: Path) -> None:
-    """Compare the shards with their index; their contents too, where that takes no longer than seconds."""
-    verify_shards(shards, read_up_to=files.READ_UP_TO)
-
-
 def train(params: Params, shards: Path, output: Path, runs: Path, launched: bool = False) -> None:
     """Train as one rank of the group that torchrun describes, and write the checkpoint folder `output`.
 
@@ -481,10 +496,11 @@ def train(params: Params, shards: Path, output: Path, runs: Path, launched: bool
             _prepare(work, failure)
         dist.barrier()
         with failures_recorded(failure, launched), strategy.kernels(params.compute):
-            if dist.is_main():
-                _check(shards)
-            dist.barrier()
+            findings = look(Place(params, shards, output, work).checks()) if params.compute.preflight else []
             trainer = Trainer(params, shards, work, device, stop)
+            if params.compute.preflight:
+                findings += trainer.look(output)
+                log.info("preflight: %s", ", ".join(findings))
             if dist.is_main():
                 log.info(trainer.summary())
             with _tracked(trainer, failure) as tracker, logging_redirect_tqdm():
