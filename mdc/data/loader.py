@@ -7,10 +7,11 @@ import io
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from mdc.data.captions import SPLITS
 from mdc.data.columns import FOLDER as COLUMNS
 from mdc.data.columns import Columns
 from mdc.data.shards import SAMPLES, read_index
+from mdc.data.storage import tar_folder
 from mdc.draws import derive_seed
 from mdc.errors import UserError
 
@@ -134,6 +136,7 @@ class ShardDataset(Dataset[tuple[Tensor, list[int], str]]):
         choose("split", split, index["splits"])
         self.folder = folder
         self.split = split
+        self._tars = tar_folder(folder, index)
         self.version: str = index["version"]
         self._jpeg: bool = index["image_format"] == "jpg"
         self._columns = Columns(folder / COLUMNS)
@@ -194,12 +197,49 @@ class ShardDataset(Dataset[tuple[Tensor, list[int], str]]):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest caption; 0 for an empty split."""
-        return max((int(self._lengths(indices).max()) for indices in self._parts(LOOKED_AT_ONCE)), default=0)
+        """Tokens of the longest caption that a sample may show; 0 for an empty split."""
+        longest = 0
+        for indices in self._parts(LOOKED_AT_ONCE):
+            starts, ends = self._columns.caption_bounds(self._rows(indices))
+            token_starts, token_ends = self._columns.token_bounds(np.arange(starts[0], ends[-1]))
+            longest = max(longest, int((token_ends - token_starts).max()))
+        return longest
 
     def _lengths(self, indices: np.ndarray) -> np.ndarray:
-        starts, ends = self._columns.token_bounds(self._rows(indices))
+        starts, ends = self._columns.token_bounds(self._leading(indices))
         return ends - starts
+
+    def _leading(self, indices: Rows) -> np.ndarray:
+        """The first caption of each sample, by its number."""
+        return self._columns.caption_bounds(self._rows(indices))[0]
+
+    def drawn(self, indices: Rows, visits_B: np.ndarray, seed: int, mix: Mapping[str, float]) -> np.ndarray:
+        """One caption of each sample by its number, int64 `[B]`: a function of data version, seed, visit and uid.
+
+        visits_B: of each sample, counted from 0. mix: by source, how often its captions are drawn; those of one source
+        share its part; {} = all captions alike. A sample without any caption of the sources named shows its first.
+        """
+        starts_B, ends_B = self._columns.caption_bounds(self._rows(indices))
+        captions_B = starts_B.copy()
+        several = np.flatnonzero(ends_B - starts_B > 1)
+        for at, uid in zip(several.tolist(), self._columns.uids(self._rows(np.asarray(indices)[several])), strict=True):
+            weights = self._weights(self._columns.source[starts_B[at] : ends_B[at]], mix)
+            point = derive_seed(self.version, seed, "caption", int(visits_B[at]), uid) / 2**63 * weights.sum()
+            if weights.sum() > 0:
+                captions_B[at] += np.searchsorted(np.cumsum(weights), point, "right")
+        return captions_B
+
+    def _weights(self, sources: np.ndarray, mix: Mapping[str, float]) -> np.ndarray:
+        """Of the captions of one sample, by the numbers of their sources."""
+        if not mix:
+            return np.ones(len(sources))
+        parts = np.array([mix.get(name, 0.0) for name in self.sources])
+        return parts[sources] / np.bincount(sources, minlength=len(parts))[sources]
+
+    @property
+    def sources(self) -> list[str]:
+        """Where the captions come from."""
+        return self._columns.sources
 
     @property
     def samples(self) -> pa.Table:
@@ -216,9 +256,9 @@ class ShardDataset(Dataset[tuple[Tensor, list[int], str]]):
         """uint8 `[B, C, H, W]`: the centre square of each picture at its stored size."""
         return self.batch(indices, 0, 0, len(indices), 0).images_BCHW
 
-    def tokens(self, indices: Rows, pad_id: int) -> tuple[Tensor, Tensor]:
-        """int64 `[B, L]` filled up with `pad_id`, and the lengths `[B]`."""
-        starts_B, ends_B = self._columns.token_bounds(self._rows(indices))
+    def tokens(self, indices: Rows, pad_id: int, captions_B: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        """int64 `[B, L]` filled up with `pad_id`, and the lengths `[B]`; of the first captions, or of those numbered."""
+        starts_B, ends_B = self._columns.token_bounds(self._leading(indices) if captions_B is None else captions_B)
         lengths_B = ends_B - starts_B
         positions_L = np.arange(lengths_B.max())
         real_BL = positions_L < lengths_B[:, None]
@@ -226,9 +266,17 @@ class ShardDataset(Dataset[tuple[Tensor, list[int], str]]):
         tokens_BL[real_BL] = self._columns.tokens((starts_B[:, None] + positions_L)[real_BL])
         return torch.from_numpy(tokens_BL), torch.from_numpy(lengths_B)
 
-    def batch(self, indices: Rows, pad_id: int, first: int, total: int, step: int) -> Batch:
-        """The samples `indices`, as rows from `first` on of the global batch of a step."""
-        tokens_BL, lengths_B = self.tokens(indices, pad_id)
+    def batch(
+        self,
+        indices: Rows,
+        pad_id: int,
+        first: int,
+        total: int,
+        step: int,
+        captions_B: np.ndarray | None = None,
+    ) -> Batch:
+        """The samples `indices`, as rows from `first` on of the global batch of a step. captions_B: see `drawn`."""
+        tokens_BL, lengths_B = self.tokens(indices, pad_id, captions_B)
         uids = self._columns.uids(self._rows(indices))
         start = time.perf_counter()
         if self._cache_NCHW is not None:
@@ -258,7 +306,7 @@ class ShardDataset(Dataset[tuple[Tensor, list[int], str]]):
             rows = slice(run.first, run.last + 1)
             starts = self._columns.image_offset[rows].tolist()
             ends = [start + size for start, size in zip(starts, self._columns.image_bytes[rows].tolist(), strict=True)]
-            shard = self._shard(self.folder / self._shards[run.shard])
+            shard = self._shard(self._tars / self._shards[run.shard])
             data = memoryview(shard.read(starts[0], ends[-1] - starts[0]))
             for start, end in zip(starts, ends, strict=True):
                 yield data[start - starts[0] : end - starts[0]]
@@ -399,11 +447,17 @@ class TrainLoader:
         accumulate: int = 1,
         workers: int = 0,
         block_samples: int = 1,
+        caption_mix: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """batch_size: images per step over all ranks. steps: numbers of the steps, from 0. workers: loader processes;
         they change nothing in the batches, and none are started where the pictures are in memory. block_samples: that
         lie together in a shard and stay together in an epoch, so that one read brings them; 1 = a full shuffle.
+        caption_mix: see `ShardDataset.drawn`.
         """
+        if unknown := sorted(set(caption_mix) - set(dataset.sources)):
+            raise UserError(
+                f"pretrain.caption_mix names {unknown}; the captions of {dataset.folder} come from {dataset.sources}"
+            )
         if len(dataset) < world:
             raise UserError(
                 f"{dataset.folder}: split {dataset.split!r} has {len(dataset)} samples for {world} ranks; "
@@ -422,6 +476,7 @@ class TrainLoader:
         self._accumulate = accumulate
         self._workers = 0 if dataset.is_cached else workers
         self._block_samples = block_samples
+        self._caption_mix = dict(caption_mix)
         self._order = lru_cache(maxsize=2)(self._draw_order)
 
     def __len__(self) -> int:
@@ -436,7 +491,9 @@ class TrainLoader:
         step = self.steps[number // self._accumulate]
         first = (number % self._accumulate * self._world + self._rank) * self.rows
         positions_B = step * self._batch_size + first + np.arange(self.rows)
-        return self.dataset.batch(self._samples(positions_B), self._pad_id, first, self._batch_size, step)
+        samples_B = self._samples(positions_B)
+        captions_B = self.dataset.drawn(samples_B, positions_B // len(self.dataset), self._seed, self._caption_mix)
+        return self.dataset.batch(samples_B, self._pad_id, first, self._batch_size, step, captions_B)
 
     def _samples(self, positions_B: np.ndarray) -> np.ndarray:
         epochs_B, places_B = np.divmod(positions_B, len(self.dataset))

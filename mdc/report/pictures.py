@@ -10,6 +10,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from PIL import Image
 
+from mdc.data.shards import read_index
+from mdc.data.storage import tar_folder
 from mdc.errors import UserError
 
 LARGEST = 224  # pixels of the longer side; larger pictures are shown smaller, to keep the page small
@@ -41,9 +43,9 @@ class Pictures:
             columns=["uid", "shard", "image_offset", "image_bytes", "caption", "tokens"],
             filters=[("uid", "in", sorted(uids))],
         ).to_pylist()
-        pictures = {}
+        pictures, tars = {}, tar_folder(shards, read_index(shards))
         for row in rows:
-            with (shards / row["shard"]).open("rb") as shard:
+            with (tars / row["shard"]).open("rb") as shard:
                 encoded = os.pread(shard.fileno(), row["image_bytes"], row["image_offset"])
             uri, size = _data_uri(encoded, MEDIA_TYPES[image_format])
             pictures[row["uid"]] = Picture(uri, *size, row["caption"], row["tokens"])

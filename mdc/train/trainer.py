@@ -226,6 +226,7 @@ class Trainer:
             accumulate=self.hyper.accumulate,
             workers=self.params.compute.workers,
             block_samples=self.hyper.block_samples,
+            caption_mix=self.hyper.caption_mix,
             pad_id=self.config.vocabulary.pad_id,
         )
 
