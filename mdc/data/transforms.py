@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mdc.dist import to_device
 from mdc.draws import Draws
 
 MEAN = STD = 0.5  # of each channel in [0, 1]: timm's "inception" normalisation, pixels in [-1, 1]
@@ -70,7 +71,7 @@ def train_images(images_BCHW: Tensor, size: int, crop_min_area: float, flip: boo
     floats_BCHW = normalise(images_BCHW)
     if height > 2 * size:  # bilinear sampling would skip pixels
         floats_BCHW = _resize(floats_BCHW, 2 * size)
-    crops_B4 = _crops(count, crop_min_area, flip, draws).to(images_BCHW.device)
+    crops_B4 = to_device(_crops(count, crop_min_area, flip, draws), images_BCHW.device)
     return F.grid_sample(
         floats_BCHW, _grid(crops_B4, size), mode="bilinear", padding_mode="border", align_corners=False
     )

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mdc.config import ModelConfig, Vocabulary
+from mdc.dist import to_device
 from mdc.draws import Draws, as_draws
 from mdc.model.captioner import Captioner
 from mdc.model.decoder import attention_mask
@@ -85,21 +86,21 @@ class Captioning(Objective):
         )
         real_BL = tokens_BL != vocabulary.pad_id
         mask, is_causal = attention_mask(real_BL, causal_B)
-        dropped_B = (draws.uniform(len(tokens_BL)) < drop).to(device) if drop else None
+        dropped_B = to_device(draws.uniform(len(tokens_BL)) < drop, device) if drop else None
         positions_N = weights_BL.flatten().nonzero().squeeze(1)
-        weights_N = weights_BL.flatten()[positions_N].to(device)
-        targets_N = tokens_BL.flatten()[positions_N].to(device)
+        weights_N = to_device(weights_BL.flatten()[positions_N], device)
+        targets_N = to_device(tokens_BL.flatten()[positions_N], device)
         logits_NV = model(
             inputs.images_BCHW,
-            inputs_BL.to(device),
-            positions_N.to(device),
-            None if mask is None else mask.to(device),
+            to_device(inputs_BL, device),
+            to_device(positions_N, device),
+            None if mask is None else to_device(mask, device),
             is_causal,
             dropped_B,
         )
         losses_N = F.cross_entropy(logits_NV.float(), targets_N, reduction="none")
         counted = real_BL if self.per == "token" else weights_BL > 0
-        return (losses_N * weights_N).sum(), counted.sum().to(device, torch.float32)
+        return (losses_N * weights_N).sum(), to_device(counted.sum().float(), device)
 
     def score(self, model: nn.Module, images_BCHW: Tensor, tokens_BL: Tensor, seed: int = 0) -> Tensor:
         return scoring.score_pairs(model, images_BCHW, tokens_BL, seed)

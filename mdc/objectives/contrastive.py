@@ -62,8 +62,10 @@ class Contrastive(Objective):
         """Every rank must call it at the same time, with equally many pairs. Nothing is drawn."""
         device = inputs.images_BCHW.device
         last_B = scoring.last_positions(inputs.tokens_BL, config_of(model).vocabulary.pad_id)
-        features = model(inputs.images_BCHW, inputs.tokens_BL.to(device), last_B.to(device))
-        return self.pair_loss(*features), torch.tensor(float(len(last_B)), device=device)
+        tokens_BL, count = dist.to_device(inputs.tokens_BL, device), torch.full((), float(len(last_B)), device=device)
+        features = model(inputs.images_BCHW, tokens_BL, dist.to_device(last_B, device))
+        with torch.autocast(device.type, enabled=False):  # a temperature of 100 asks for more than bfloat16's digits
+            return self.pair_loss(*features), count
 
     def constrain(self, model: nn.Module) -> None:
         assert isinstance(model, TwoTower)

@@ -193,7 +193,7 @@ class Trainer:
 
     def _augmented(self, batch: Batch) -> TextImage:
         with self.meter.spent("move"):
-            stored_BCHW = batch.images_BCHW.to(self.device, non_blocking=True)
+            stored_BCHW = dist.to_device(batch.images_BCHW, self.device)
         images_BCHW = train_images(
             stored_BCHW,
             self.hyper.image_size,
@@ -280,14 +280,7 @@ class Trainer:
         if advice := self.advice.on(work, slowest):
             log.warning(advice)
         if self.tracker is not None:
-            metrics = {
-                "train/loss": row["train_loss"],
-                "validation/loss": row["validation_loss"],
-                "lr": rate,
-                **speed,
-                "left_out_updates": self.guard.told,
-            }
-            self.tracker.log({name: value for name, value in metrics.items() if value is not None}, step=images)
+            self.tracker.log({**_losses(row), **speed, "left_out_updates": self.guard.told}, step=images)
 
     @torch.no_grad()
     def validate(self) -> float | None:
@@ -438,6 +431,12 @@ def write_curve(path: Path, history: list[dict[str, float | int | None]]) -> Non
             writer.writerow(cells)
 
 
+def _losses(row: dict[str, float | int | None]) -> dict[str, float]:
+    """What is tracked of a row of the loss curve."""
+    values = {"train/loss": row["train_loss"], "validation/loss": row["validation_loss"], "lr": row["lr"]}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 @contextlib.contextmanager
 def _tracked(trainer: Trainer, failure: Path) -> Iterator[Tracker | None]:
     """The MLflow run around a training; its status tells how the training ended."""
@@ -456,6 +455,8 @@ def _tracked(trainer: Trainer, failure: Path) -> Iterator[Tracker | None]:
     unsent = trainer.work.with_name(f"unsent-{trainer.work.name}.jsonl")
     data = TrackedData(trainer.shards, trainer.train_set.version, len(trainer.train_set))
     trainer.tracker = tracker = Tracker(params, tags, data, known, run, unsent)
+    for row in trainer.history:  # what the server has missed before a restart
+        tracker.log(_losses(row), step=int(row["images"] or 0))
     try:
         yield tracker
     except SystemExit:

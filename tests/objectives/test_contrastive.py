@@ -132,3 +132,16 @@ def test_text_features_do_not_change_with_padding(tiny_model, name: str) -> None
     last_B = torch.tensor([2])
     torch.testing.assert_close(model.text_features(short, last_B), model.text_features(long, last_B))
     torch.testing.assert_close(model.text_features(long, last_B).norm(), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_of_features_in_bfloat16_is_computed_in_float32(tiny_model, name: str) -> None:
+    model = tiny_model(name).train()
+    images_BCHW, tokens_BL = torch.randn(4, 3, 16, 16), torch.tensor([[5, 3, 0], [6, 7, 3], [7, 3, 0], [5, 6, 3]])
+    with torch.autocast("cpu", torch.bfloat16):
+        total, _ = OBJECTIVES[name].loss(model, TextImage(images_BCHW, tokens_BL), torch.Generator())
+        features = model(images_BCHW, tokens_BL, torch.tensor([1, 2, 1, 2]))
+        coarse = OBJECTIVES[name].pair_loss(*features)
+    assert total == OBJECTIVES[name].pair_loss(*features)
+    assert total.dtype == torch.float32
+    assert total != coarse, "autocast would have multiplied in bfloat16"

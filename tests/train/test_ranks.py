@@ -1,0 +1,99 @@
+"""One training, whatever shares the work: ranks, strategies, micro-batches, loader processes, and interruptions."""
+
+import csv
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Record, samples_by_step, train_on
+from safetensors.torch import load_file
+
+from mdc.config import Params
+from mdc.train import checkpoint
+
+MakeParams = Callable[..., Params]
+OBJECTIVES = ["mdc", "autoregressive", "clip", "siglip"]
+SMALL = {"steps": 4, "batch_size": 8, "decoder_depth": 2, "ema_decay": 0.5, "validate_every": 2, "log_every": 2}
+
+
+def curve(model: Path) -> list[dict[str, float]]:
+    with (model / "loss.csv").open(newline="") as file:
+        return [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
+
+
+def assert_same(model: Path, records: list[Record], whole: Path, alone: Record, tolerance: float = 1e-5) -> None:
+    """Samples, rates, losses, gradients and weights are those of one process that takes each batch whole."""
+    assert samples_by_step(records) == samples_by_step([alone])
+    for record in records:
+        assert record.rates == alone.rates
+        assert record.norms == pytest.approx(alone.norms, rel=tolerance)
+        for gradients, expected in zip(record.gradients, alone.gradients, strict=True):
+            for number, gradient in expected.items():
+                torch.testing.assert_close(gradients[number], gradient, atol=tolerance, rtol=0)
+    assert len(curve(model)) == len(curve(whole)) > 0
+    for row, wanted in zip(curve(model), curve(whole), strict=True):
+        assert row == pytest.approx(wanted, rel=tolerance)
+    weights, wanted_weights = load_file(model / checkpoint.WEIGHTS), load_file(whole / checkpoint.WEIGHTS)
+    for name, tensor in wanted_weights.items():
+        torch.testing.assert_close(weights[name], tensor, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_no_layout_changes_a_training(tmp_path: Path, shards: Path, small_params: MakeParams, objective: str) -> None:
+    """Captions have two or three words, so that a mean of means would differ."""
+
+    def params(accumulate: int = 1, **compute: Any) -> Params:
+        return small_params(**SMALL, objective=objective, accumulate=accumulate, compute=compute)
+
+    (alone,) = train_on(1, params(), shards, tmp_path / "one", tmp_path / "runs")
+    most = 1 if objective in ("clip", "siglip") else 2
+    layouts = [
+        (1, params(most, workers=4), {"uncached": True}),
+        (2, params(most), {}),
+        (2, params(most, strategy="fsdp", workers=1), {"uncached": True}),
+        (4, params(most, strategy="fsdp", fused_optimizer=False), {}),
+    ]
+    for number, (world, layout, options) in enumerate(layouts):
+        model = tmp_path / f"{number}"
+        records = train_on(world, layout, shards, model, tmp_path / "runs", **options)
+        assert_same(model, records, tmp_path / "one", alone)
+
+
+@pytest.mark.parametrize("first", [("ddp", 2), ("fsdp", 2)])
+def test_a_training_goes_on_with_other_ranks_and_the_other_strategy(
+    tmp_path: Path, shards: Path, small_params: MakeParams, first: tuple[str, int]
+) -> None:
+    """4 + 3 + 3 updates against 10, the warm-up and an epoch ending within the first part; blocks are shuffled."""
+    other = "fsdp" if first[0] == "ddp" else "ddp"
+    common = {**SMALL, "steps": 10, "warmup_steps": 5, "accumulate": 2, "block_samples": 4}
+
+    def params(strategy: str, workers: int) -> Params:
+        return small_params(**common, compute={"strategy": strategy, "workers": workers})
+
+    runs, model = tmp_path / "runs", tmp_path / "parts"
+    (alone,) = train_on(1, params("ddp", 0), shards, tmp_path / "one", runs)
+    parts = [
+        train_on(2, params(first[0], 2), shards, model, runs, stop_at=3, uncached=True),
+        train_on(2, params(other, 0), shards, model, runs, stop_at=6),
+        train_on(1, params(other, 0), shards, model, runs),
+    ]
+    assert [record.exit for records in parts for record in records] == [128 + signal.SIGTERM] * 4 + [None]
+    joined = Record()
+    seen: dict[int, list[str]] = {}
+    for records in parts:
+        seen |= samples_by_step(records)
+        joined.rates += records[0].rates
+        joined.norms += records[0].norms
+    assert len(joined.rates) == 10
+    assert joined.rates == alone.rates
+    assert seen == samples_by_step([alone])
+    assert joined.norms == pytest.approx(alone.norms, rel=1e-5)
+    assert len(curve(model)) == len(curve(tmp_path / "one")) == 5
+    for row, wanted in zip(curve(model), curve(tmp_path / "one"), strict=True):
+        assert row == pytest.approx(wanted, rel=1e-6)
+    weights, wanted_weights = (load_file(folder / checkpoint.WEIGHTS) for folder in (model, tmp_path / "one"))
+    for name, tensor in wanted_weights.items():
+        torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0)
