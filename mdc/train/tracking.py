@@ -11,6 +11,7 @@ import socket
 import subprocess
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ BATCH = 100  # parameters or tags in one request, MLflow's limit
 HTTP_TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 HTTP_LIMITS = {HTTP_TIMEOUT: "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}  # MLflow's own hold a call for minutes
 UPLOAD_TIMEOUT_S = "120"
+TOKEN = "mdc.token"
 PARENT = "mlflow.parentRunId"  # the tag by which MLflow shows one run under another
 
 Json = Mapping[str, Any]
@@ -243,6 +245,7 @@ class Tracker:
         self.run_id = run_id
         self.record, self.unsent = record, unsent
         self.sent_until = -1  # images seen at the newest metrics that the run already holds
+        self.token = uuid.uuid4().hex  # by which a run is found again whose making was not answered
         self.delivered: tuple[Path, str] | None = None
         self.sender = Sender(params.tracking.uri)
         self.ready = threading.Event()
@@ -258,13 +261,14 @@ class Tracker:
         """Take up the run, or make one, and describe it. Repeated from its beginning if the server fails half-way."""
         self.client = _client(self.params.tracking)
         experiment_id = _experiment(self.client, self.params.tracking)
-        run = self._known_run()
+        run = self._known_run() or self._unanswered(experiment_id)
         parent = {PARENT: self.params.tracking.parent_run} if self.params.tracking.parent_run else {}
         if run is None:
             pretrain, tracking = self.params.pretrain, self.params.tracking
             name = tracking.run_name or f"{pretrain.objective}-{pretrain.preset}"
-            run = self.client.create_run(experiment_id, run_name=name, tags={**_process_tags(), **parent})
-            self.run_id = run.info.run_id
+            tags = {**_process_tags(), **parent, TOKEN: self.token}
+            run = self.client.create_run(experiment_id, run_name=name, tags=tags)
+        self.run_id = run.info.run_id
         self.client.update_run(run.info.run_id, status="RUNNING")
         for key, value in {**_process_tags(), **parent, **self.tags}.items():
             self.client.set_tag(run.info.run_id, key, value)
@@ -294,6 +298,11 @@ class Tracker:
         self.sent_until = max((metric.step for metric in history), default=-1)
         return run
 
+    def _unanswered(self, experiment_id: str) -> "Run | None":
+        """The run that an earlier attempt has made although no answer came."""
+        runs = self.client.search_runs([experiment_id], f"tags.`{TOKEN}` = '{self.token}'", max_results=1)
+        return runs[0] if runs else None
+
     def _describe(self, run: "Run") -> None:
         """Log parameters, the whole configuration as an artifact, and the data set.
 
@@ -319,7 +328,12 @@ class Tracker:
         self.client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """step: images seen. Steps that the run already holds from before a restart are left out."""
+        """step: images seen. Steps that the run already holds from before a restart are left out.
+
+        A training that is taken up again gives the same numbers at the same steps, so the run keeps the first ones and
+        has one of each step; on another number of ranks they differ by rounding. A point that is sent twice, since an
+        answer was lost, is one point: time, step and value are the same, and MLflow keeps no two such.
+        """
         when = round(time.time() * 1000)
 
         def send() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,10 @@ def test_a_run_holds_what_was_trained_and_how(
     parts = [history(database, run, f"time/{part}") for part in ("data", "move", "compute", "save", "validate")]
     for points in zip(*parts, strict=True):
         assert sum(value for _, value in points) == pytest.approx(1)
+    assert run.inputs is not None
     (data,) = run.inputs.dataset_inputs
     assert data.dataset.digest == run.data.tags["mdc.data_version"][:16]
-    assert json.loads(data.dataset.profile) == {"samples": 36}
+    assert json.loads(str(data.dataset.profile)) == {"samples": 36}
     fetched = tracking.fetch_model(f"runs:/{run.info.run_id}/model", database)
     assert checkpoint.load_model(fetched).fingerprint == fingerprint
     config = MlflowClient(database).download_artifacts(run.info.run_id, "config.json")
@@ -98,7 +100,7 @@ def test_the_status_tells_how_a_training_ended_and_a_restart_goes_on_in_its_run(
         train(params, shards, tmp_path / "model", tmp_path / "runs")
     assert [run.info.status for run in runs_of(database)] == ["FAILED"]
     for step, number in ((4, signal.SIGTERM), (6, signal.SIGINT)):
-        at_step(step, lambda number=number: signal.raise_signal(number))
+        at_step(step, partial(signal.raise_signal, number))
         with pytest.raises(SystemExit):
             train(params, shards, tmp_path / "model", tmp_path / "runs")
         assert [run.info.status for run in runs_of(database)] == ["KILLED"]
@@ -227,6 +229,97 @@ def test_a_required_server_must_answer_before_the_first_step(
     params = small_params(tracking={"uri": f"http://127.0.0.1:{closed_port}", "required": True})
     with pytest.raises(UserError, match=r"tracking\.uri .* gives no answer"):
         train(params, shards, tmp_path / "model", tmp_path / "runs")
+
+
+def test_a_restart_tells_what_the_server_has_missed(
+    tmp_path: Path,
+    shards: Path,
+    small_params: MakeParams,
+    database: str,
+    closed_port: int,
+    at_step: Callable[[int, Callable[[], object]], None],
+) -> None:
+    """No server until a restart at step 6, from a checkpoint of step 4."""
+
+    def fail() -> None:
+        raise RuntimeError("boom")
+
+    at_step(6, fail)
+    params = small_params(checkpoint_every=4, log_every=2, tracking={"uri": f"http://127.0.0.1:{closed_port}"})
+    with pytest.raises(RuntimeError, match="boom"):
+        train(params, shards, tmp_path / "model", tmp_path / "runs")
+    at_step(-1, fail)
+    train(
+        small_params(checkpoint_every=4, log_every=2, tracking={"uri": database}),
+        shards,
+        tmp_path / "model",
+        tmp_path / "runs",
+    )
+    (run,) = runs_of(database)
+    assert [step for step, _ in history(database, run, "train/loss")] == [16, 32, 48, 64]
+    assert [step for step, _ in history(database, run, "validation/loss")] == [32, 64]
+
+
+def test_steps_that_are_trained_again_are_tracked_once(
+    tmp_path: Path,
+    shards: Path,
+    small_params: MakeParams,
+    database: str,
+    at_step: Callable[[int, Callable[[], object]], None],
+) -> None:
+    """Steps 5 and 6 were told before the process died without a checkpoint of them."""
+    params = small_params(checkpoint_every=4, tracking={"uri": database})
+    train(params, shards, tmp_path / "straight", tmp_path / "straight-runs")
+
+    def die() -> None:
+        raise RuntimeError("boom")
+
+    at_step(6, die)
+    with pytest.raises(RuntimeError, match="boom"):
+        train(params, shards, tmp_path / "model", tmp_path / "runs")
+    (died, straight) = runs_of(database)
+    assert max(step for step, _ in history(database, died, "train/loss")) == 48
+    at_step(-1, die)
+    train(params, shards, tmp_path / "model", tmp_path / "runs")
+    assert len(runs_of(database)) == 2
+    for name in ("train/loss", "validation/loss", "lr"):
+        points = history(database, died, name)
+        assert len(points) == len(dict(points)), "one point of each step"
+        assert points == history(database, straight, name), "the numbers of an undisturbed training"
+
+
+def test_what_was_stored_but_not_answered_is_not_there_twice(
+    tmp_path: Path, shards: Path, small_params: MakeParams, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers to the making of the run and to its first metrics are lost."""
+    lost: list[str] = []
+
+    def lose_the_first(name: str, of: Callable[[dict[str, Any]], bool]) -> None:
+        call = getattr(MlflowClient, name)
+
+        def losing(client: MlflowClient, *arguments: Any, **named: Any) -> Any:
+            answer = call(client, *arguments, **named)
+            if name not in lost and of(named):
+                lost.append(name)
+                raise ConnectionError("the answer is lost")
+            return answer
+
+        monkeypatch.setattr(MlflowClient, name, losing)
+
+    lose_the_first("create_run", lambda _: True)
+    lose_the_first("log_batch", lambda named: "metrics" in named)
+    params = small_params(tracking={"uri": database, "required": True})
+    data = tracking.TrackedData(shards, "abc", 1)
+    tracker = tracking.Tracker(params, {}, data, None, tmp_path / "run.json", tmp_path / "unsent")
+    for step in (8, 16):
+        tracker.log({"train/loss": 1.0 / step}, step)
+    while len(lost) < 2 or not tracker.sender.down:
+        time.sleep(0.01)
+    tracker.finish("FINISHED")
+    assert lost == ["create_run", "log_batch"]
+    (run,) = runs_of(database)
+    assert run.info.status == "FINISHED"
+    assert history(database, run, "train/loss") == [(8, 1 / 8), (16, 1 / 16)]
 
 
 @pytest.mark.slow
