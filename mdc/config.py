@@ -283,11 +283,16 @@ class EvaluateParams(Section):
     caption_length: int = Field(8, ge=2)  # tokens of generated captions, the end token included
     metric_lengths: list[Annotated[int, Field(ge=2)]] = Field([4, 6, 8], min_length=1)  # tokens of scored captions
     metric_pictures: int = Field(200, ge=0)  # of the test split whose written captions are scored; 0 = none
+    retrieval_pictures: int = Field(60, ge=0)  # of the test split, found among each other's captions; 0 = none
+    zero_shot_templates: list[str] = Field(["{}"], min_length=1)  # in which a class is named, as "a photo of a {}"
     pictures: int = Field(12, ge=1)  # shown with captions and neighbours in the report
     seed: int = Field(0, ge=0)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        for template in self.zero_shot_templates:
+            if "{}" not in template:
+                raise ValueError(f"zero_shot_templates: {template!r} has no place for the class; write {{}} there")
         for rule, groups in self.swaps.items():
             for group in groups:
                 words = [" ".join(word.split()).casefold() for word in group]

@@ -153,7 +153,7 @@ def read_benchmark(name: str, data: Path, images: Path, seed: int = 0, partial: 
             f"{path} holds {len(entries)} questions, {EXPECTED[name]} were published; take the published file, or say "
             "that it is a part (--partial)"
         )
-    return read(name, path, entries, _Pictures(images), seed)
+    return read(name, path, entries, PictureFolder(images), seed)
 
 
 def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -175,7 +175,7 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield str(key), entry
 
 
-class _Pictures:
+class PictureFolder:
     """Finds pictures by name, and remembers what is missing."""
 
     def __init__(self, folder: Path) -> None:
@@ -208,7 +208,7 @@ def _value(path: Path, key: str, entry: Mapping[str, Any], name: str, kind: type
     return value
 
 
-def _visual_genome(name: str, path: Path, entries: Mapping[str, Any], pictures: _Pictures, seed: int) -> Benchmark:
+def _visual_genome(name: str, path: Path, entries: Mapping[str, Any], pictures: PictureFolder, seed: int) -> Benchmark:
     """VG-Relation without symmetric relations, or VG-Attribution."""
     questions, left_out = [], 0
     for key, entry in entries.items():
@@ -229,7 +229,7 @@ def _visual_genome(name: str, path: Path, entries: Mapping[str, Any], pictures: 
     return Benchmark(name, questions, {"symmetric relation": left_out} if name == "vg_relation" else {})
 
 
-def _sugar_crepe(name: str, path: Path, entries: Mapping[str, Any], pictures: _Pictures, seed: int) -> Benchmark:
+def _sugar_crepe(name: str, path: Path, entries: Mapping[str, Any], pictures: PictureFolder, seed: int) -> Benchmark:
     questions = []
     for key, entry in entries.items():
         picture = Picture(pictures(_value(path, key, entry, "filename", str)))
@@ -239,7 +239,7 @@ def _sugar_crepe(name: str, path: Path, entries: Mapping[str, Any], pictures: _P
     return Benchmark(name, questions)
 
 
-def _order(name: str, path: Path, entries: Mapping[str, Any], pictures: _Pictures, seed: int) -> Benchmark:
+def _order(name: str, path: Path, entries: Mapping[str, Any], pictures: PictureFolder, seed: int) -> Benchmark:
     """Captions against themselves in four other orders; "foils" of an entry, as stored by an earlier run, are kept."""
     questions, shuffles = [], []
     for key, entry in entries.items():
@@ -253,7 +253,7 @@ def _order(name: str, path: Path, entries: Mapping[str, Any], pictures: _Picture
     return Benchmark(name, questions, {"no other order": len(shuffles) - len(questions)}, shuffles)
 
 
-Reader = Callable[[str, Path, Mapping[str, Any], _Pictures, int], Benchmark]
+Reader = Callable[[str, Path, Mapping[str, Any], PictureFolder, int], Benchmark]
 READERS: dict[str, Reader] = {
     "vg_relation": _visual_genome,
     "vg_attribution": _visual_genome,

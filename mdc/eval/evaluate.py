@@ -4,6 +4,7 @@ metrics.json        numbers alone, nested, for comparison between runs
 headline.json       the few of them that fit on a screen
 probe.json          linear probes on the trained features and their floors
 compositional.json  captions against foils, with the blind control
+retrieval.json      pictures and their captions found among many, and classes told by their names
 captions.json       what the model writes for test pictures, and how close it comes to their captions
 neighbours.json     the nearest training pictures of test pictures
 """
@@ -23,7 +24,7 @@ from mdc.config import CONTRASTIVE, EvaluateParams, Params
 from mdc.data.shards import SAMPLES
 from mdc.draws import derive_seed
 from mdc.errors import UserError
-from mdc.eval import compositional
+from mdc.eval import compositional, retrieval
 from mdc.eval.caption_scores import plain_words, score_written
 from mdc.eval.captioning import written_captions
 from mdc.eval.classification import classify
@@ -31,7 +32,7 @@ from mdc.eval.features import Features, Viewer, read_features
 from mdc.eval.index import measure_recall
 from mdc.files import MANIFEST, read_manifest, sha256, whole_folder, write_json, write_manifest
 from mdc.generate.samplers import SAMPLERS
-from mdc.objectives.scoring import SCORERS, default_scorer
+from mdc.objectives.scoring import MASKED, SCORERS, default_scorer
 from mdc.train.checkpoint import LoadedModel, load_model
 
 SPLITS = {
@@ -63,17 +64,20 @@ def evaluate(params: Params, shards: Path, model: Path, features: Path, output: 
         )
     p = params.evaluate
     probe, classified = classify(p, found, device, label=params.download.label_column or "label")
-    pairs, compared = _compositional(p, found, loaded, shards, device, params.extract.batch_size)
+    tokens = _Tokens(loaded, shards)
+    pairs, compared = _compositional(p, found, loaded, tokens, shards, device, params.extract.batch_size)
     uids = choose_pictures(found, "test", p.pictures, p.seed)
     index = {"recall_at_10": measure_recall(found.index)}
     viewer = Viewer(loaded, shards, ("test",), device)
     scores, captioned = _caption_scores(p, found, loaded, viewer, params.extract.batch_size)
-    metrics = {**classified, "compositional": compared, **captioned, "index": index}
+    found_by = _retrieval(p, found, loaded, viewer, tokens)
+    metrics = {**classified, "compositional": compared, **captioned, **found_by, "index": index}
     parts = {
         "metrics": metrics,
         "headline": _headline(metrics),
         "probe": probe,
         "compositional": pairs,
+        "retrieval": {"scorer": _retrieval_scorer(loaded), **found_by},
         "captions": {**_captions(p, found, loaded, viewer, uids), **scores},
         "neighbours": {"examples": [_neighbours(found, uid) for uid in uids]},
     }
@@ -115,7 +119,13 @@ def _rounded(value: Any) -> Any:
 
 
 def _compositional(
-    p: EvaluateParams, found: Features, loaded: LoadedModel, shards: Path, device: torch.device, batch_size: int
+    p: EvaluateParams,
+    found: Features,
+    loaded: LoadedModel,
+    tokens: Mapping[str, Sequence[int]],
+    shards: Path,
+    device: torch.device,
+    batch_size: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """`compositional.json`, and the part "compositional" of the metrics."""
     scorer = default_scorer(loaded.config.pretrain.objective)
@@ -129,8 +139,6 @@ def _compositional(
     if not pairs:
         note = "no pairs: no caption of the evaluated split becomes another caption by a swap of evaluate.swaps"
         return {**facts, "rules": [], "examples": [], "note": note}, {}
-    table = pq.read_table(shards / SAMPLES, columns=["caption", "tokens"])
-    tokens = dict(zip(table["caption"].to_pylist(), table["tokens"].to_pylist(), strict=True))
     viewer = Viewer(loaded, shards, SPLITS[p.compositional_split], device)
     both = [(pair.uid, text) for pair in pairs for text in (pair.caption, pair.foil)]
     wanted = len(set(both)) + len({text for _, text in both})
@@ -159,6 +167,66 @@ def _samples(p: EvaluateParams, found: Features) -> list[compositional.Sample]:
         compositional.Sample(uid, caption, picture, trained=split == "train", evaluated=split in evaluated)
         for uid, caption, picture, split in zip(*columns, strict=True)
     ]
+
+
+# Pictures and texts among many
+
+
+def _retrieval_scorer(loaded: LoadedModel) -> str:
+    """Without draws: the number of scores grows with the square of the number of pictures."""
+    objective = loaded.config.pretrain.objective
+    return "heuristic" if objective in MASKED else default_scorer(objective)
+
+
+def _retrieval(
+    p: EvaluateParams, found: Features, loaded: LoadedModel, viewer: Viewer, tokens: Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
+    """The parts "retrieval" and "zero_shot" of the metrics: of pictures of the test split, drawn by seed."""
+    rows = found.samples[found.samples["split"] == "test"]
+    order = sorted(range(len(rows)), key=lambda row: derive_seed(p.seed, "retrieval", rows["uid"].iloc[row]))
+    rows = rows.iloc[order[: p.retrieval_pictures]]
+    if rows.empty:
+        return {}
+    scorer, uids = _retrieval_scorer(loaded), rows["uid"].tolist()
+    subject = compositional.Tokenised(loaded, tokens)
+    own = rows["picture"].map(rows.groupby("picture")["caption"].agg(list))  # one picture may have several captions
+    texts, right_MK = retrieval.belonging(own.tolist())
+    labels, classes = rows["label"], sorted(set(found.samples["label"]) - {""})
+    told = rows[labels != ""] if len(classes) > 1 else rows[:0]
+    parts: dict[str, Any] = {}
+    with tqdm(total=len(rows) + len(told), desc="retrieval", unit="image") as progress:
+        scored = retrieval.score_matrix(
+            subject, uids, viewer.patches, texts, scorer, p.compositional_draws, p.seed, progress.update
+        )
+        parts["retrieval"] = retrieval.retrieval(scored, right_MK)
+        names = retrieval.zero_shot_texts(classes, p.zero_shot_templates)
+        if len(told) and not any(subject.too_long(names)):
+            scored = retrieval.score_matrix(
+                subject,
+                told["uid"].tolist(),
+                viewer.patches,
+                names,
+                scorer,
+                p.compositional_draws,
+                p.seed,
+                progress.update,
+            )
+            truth = np.array([classes.index(label) for label in told["label"]])
+            parts["zero_shot"] = retrieval.zero_shot(scored, truth, len(p.zero_shot_templates))
+    return parts
+
+
+class _Tokens(dict[str, list[int]]):
+    """Ids of captions: as they were stored, where they may have been cut to length, or made when they are asked for."""
+
+    def __init__(self, loaded: LoadedModel, shards: Path) -> None:
+        table = pq.read_table(shards / SAMPLES, columns=["caption", "tokens"])
+        super().__init__(zip(table["caption"].to_pylist(), table["tokens"].to_pylist(), strict=True))
+        self._tokenizer = loaded.tokenizer
+
+    def __missing__(self, text: str) -> list[int]:
+        self[text] = self._tokenizer.encode([text])[0]
+        return self[text]
 
 
 # Pictures to look at

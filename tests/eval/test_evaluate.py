@@ -20,7 +20,7 @@ from mdc.eval.measures import margin
 from mdc.files import read_json, read_manifest
 from mdc.objectives.scoring import Scores
 
-PARTS = ("metrics", "headline", "probe", "compositional", "captions", "neighbours")
+PARTS = ("metrics", "headline", "probe", "compositional", "retrieval", "captions", "neighbours")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,8 @@ def leaves(value: Any) -> list[Any]:
 
 def test_metrics_are_numbers_alone(evaluated: dict[str, Any]) -> None:
     assert all(type(leaf) in (int, float) for leaf in leaves(evaluated["metrics"]))
-    assert set(evaluated["metrics"]) == {"probe", "knn", "compositional", "captioning", "index"}
+    parts = {"probe", "knn", "compositional", "retrieval", "zero_shot", "captioning", "index"}
+    assert set(evaluated["metrics"]) == parts
     assert evaluated["metrics"]["index"]["recall_at_10"] == 1
 
 
@@ -97,6 +98,22 @@ def test_pairs_are_scored_with_their_controls(evaluated: dict[str, Any]) -> None
     assert evaluated["compositional"]["examples"]
 
 
+def test_pictures_are_found_by_their_captions_and_classes_by_their_names(evaluated: dict[str, Any]) -> None:
+    found = evaluated["retrieval"]
+    assert found["scorer"] == "heuristic"
+    ways = found["retrieval"]
+    assert (ways["pictures"], ways["texts"]) == (18, 9)  # every caption has two pictures
+    assert ways["picture_to_text"]["chance"]["recall_at_1"] == pytest.approx(1 / 9, abs=1e-5)
+    assert ways["text_to_picture"]["chance"]["recall_at_1"] == pytest.approx(2 / 18, abs=1e-5)
+    for way, name in (("picture_to_text", "score"), ("picture_to_text", "pmi"), ("text_to_picture", "score")):
+        recalls = [ways[way][name][f"recall_at_{k}"] for k in (1, 5, 10)]
+        assert 0 <= recalls[0] <= recalls[1] <= recalls[2] <= 1
+    told = found["zero_shot"]
+    assert (told["pictures"], told["classes"]) == (18, 3)
+    assert told["blind"]["balanced"] == told["chance"] == pytest.approx(1 / 3, abs=1e-5)
+    assert evaluated["metrics"]["zero_shot"] == told
+
+
 def test_captions_and_neighbours_are_of_test_pictures(evaluated: dict[str, Any], features: Path) -> None:
     rows = read_features(features).samples.set_index("uid")
     captions, neighbours = evaluated["captions"], evaluated["neighbours"]["examples"]
@@ -132,7 +149,8 @@ def test_parts_that_cannot_be_made_are_left_out_with_a_note(
     found = {name: read_json(tmp_path / "out" / f"{name}.json") for name in PARTS}
     assert found["probe"]["rows"] == found["compositional"]["rules"] == found["captions"]["examples"] == []
     assert set(read_manifest(tmp_path / "out", "evaluate")["notes"]) == {"probe", "compositional", "captions"}
-    assert found["metrics"] == {"compositional": {}, "index": {"recall_at_10": 1.0}}
+    assert set(found["metrics"]) == {"compositional", "retrieval", "index"}
+    assert found["metrics"]["compositional"] == {}
 
 
 @pytest.mark.parametrize("objective", ["siglip", "autoregressive", "bert"])
