@@ -13,7 +13,7 @@ from typing import Any
 from mdc.config import STAGES as NAMES
 from mdc.config import Params, PathParams, choose
 from mdc.errors import UserError
-from mdc.files import MANIFEST, READ_UP_TO, damage, fingerprint, read_json, read_manifest, sha256
+from mdc.files import MANIFEST, READ_UP_TO, damage, fingerprint, read_json, read_manifest
 from mdc.processes import end_children, only_writer, raise_on_sigterm
 
 LOCK_PATIENCE_S = 5.0
@@ -52,17 +52,10 @@ class Folders:
         return self.runs / f"{stage}-{fingerprint(dict(depends_on))}"
 
 
-def _content(path: Path) -> dict[str, str]:
-    """The checksum of a file, or of every file in a folder."""
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    return {str(file.relative_to(path.parent)): sha256(file) for file in files if file.is_file()}
-
-
 def _download(params: Params, at: Folders) -> None:
-    from mdc.data.download import download
+    from mdc.data.download import download, settings
 
-    inputs = {"params": params.download.model_dump(), "list": _content(Path(params.download.input))}
-    download(params.download, params.compute, at.work("download", inputs), at.downloaded)
+    download(params.download, params.compute, at.work("download", settings(params.download)), at.downloaded)
 
 
 def _caption(params: Params, at: Folders) -> None:
@@ -140,7 +133,7 @@ def _check_inputs(stage: Stage, params: Params, at: Folders) -> None:
             )
 
 
-def _check_output(output: Path) -> None:
+def check_output(output: Path) -> None:
     """Raise UserError where a stage would replace files that are not its own."""
     if output.is_dir() and not (output / MANIFEST).is_file() and (foreign := sorted(output.iterdir())):
         raise UserError(
@@ -160,7 +153,7 @@ def run_stage(name: str, params: Params) -> Path:
     at = Folders.of(params.paths)
     output = stage.output(at)
     with raise_on_sigterm(), only_writer(at.runs / f"{name}.lock", str(output), LOCK_PATIENCE_S):
-        _check_output(output)
+        check_output(output)
         _check_inputs(stage, params, at)
         try:
             stage.run(params, at)

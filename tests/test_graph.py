@@ -28,7 +28,7 @@ WITHOUT_EFFECT = {
 # What writes a stage's folder. Later stages use it only to read that folder, which is a dependency already.
 WRITERS = {"download": "mdc/data/download.py", "caption": "mdc/data/captions.py", "shard": "mdc/data/shards.py"}
 # What no import leads to: the module that torchrun starts, and the values that stand for empty ones in params.yaml.
-ALSO = {"pretrain": {"mdc.train.__main__", "mdc.presets"}}
+ALSO = {"download": {"mdc.layouts"}, "pretrain": {"mdc.train.__main__", "mdc.presets"}}
 DO_NOT_CHANGE_RESULTS = {"paths", "compute", "tracking"}
 
 
@@ -43,6 +43,10 @@ def graph() -> dict[str, dict[str, Any]]:
     assert "${" not in text
     stages: dict[str, dict[str, Any]] = YAML(typ="safe").load(text)["stages"]
     return stages
+
+
+def outs_of(stage: dict[str, Any]) -> list[str]:
+    return [out if isinstance(out, str) else next(iter(out)) for out in stage["outs"]]
 
 
 def code_of(stage: str) -> set[str]:
@@ -79,9 +83,10 @@ def test_the_stages_are_the_librarys_in_order(graph: dict[str, dict[str, Any]]) 
 
 def test_each_makes_the_folder_that_the_library_writes(graph: dict[str, dict[str, Any]]) -> None:
     at = Folders.of(load_params(ROOT / "params.yaml").paths)
-    assert {name: stage["outs"] for name, stage in graph.items()} == {
+    assert {name: outs_of(stage) for name, stage in graph.items()} == {
         name: [str(run.output(at))] for name, run in RUNS.items()
     }
+    assert graph["download"]["outs"] == [{str(at.downloaded): {"persist": True}}]  # what a second run starts from
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -98,7 +103,7 @@ def test_the_code_behind_a_result_is_a_dependency(graph: dict[str, dict[str, Any
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_a_stage_reads_was_made_by_one_before_it(graph: dict[str, dict[str, Any]], stage: str) -> None:
-    earlier = {out for name in STAGES[: STAGES.index(stage)] for out in graph[name]["outs"]}
+    earlier = {out for name in STAGES[: STAGES.index(stage)] for out in outs_of(graph[name])}
     read = {dep for dep in graph[stage]["deps"] if not dep.startswith("mdc/")}
     assert read <= earlier or stage == "download"
 

@@ -1,7 +1,6 @@
 """From a list of URLs to images stored at training size, with every row of the list accounted for."""
 
 import errno
-import os
 import shutil
 import threading
 from collections import Counter
@@ -13,20 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from mdc.config import ComputeParams, DownloadParams
-from mdc.data.fetch import SAMPLE_SCHEME, Limits, is_retryable
-from mdc.data.parts import PART_SCHEMA, is_done, part_path, part_rows
-from mdc.data.source import check_places, read_list
+from mdc.data import images
+from mdc.data.fetch import Limits
+from mdc.data.ledger import Ledger, place
+from mdc.data.parts import is_final
+from mdc.data.plan import Plan, write_plan
+from mdc.data.source import check_places, root_of
 from mdc.errors import UserError
-from mdc.files import read_json, sha256, whole_file, whole_folder, write_json, write_manifest
+from mdc.files import MANIFEST, read_json, sha256, whole_folder, write_manifest
 
 DROPPED = "dropped.parquet"  # rows of the list that were not asked for
 # parameters that decide how a picture is asked for, not what is stored
-REQUEST_ONLY = {"timeout", "deadline", "retries", "min_success_rate", "user_agent", "input"}
+REQUEST_ONLY = {"timeout", "deadline", "retries", "per_host", "longest_wait", "min_success_rate", "user_agent"}
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -77,103 +78,47 @@ def _bar(folder: Path, total: int, done: int, show: bool) -> Iterator[None]:
             update()
 
 
-def _list_folder(params: DownloadParams) -> Path:
-    place = Path(params.input)
-    return place if place.is_dir() else place.parent
-
-
 @contextmanager
-def _sample_server(params: DownloadParams, urls: pa.ChunkedArray) -> Iterator[str]:
+def _sample_server(params: DownloadParams, plan: Plan) -> Iterator[str]:
     """The address that stands for `sample:`, or "" where the list has no such URLs."""
-    if not pc.any(pc.starts_with(urls, f"{SAMPLE_SCHEME}:")).as_py():
+    if params.kind != "urls" or not plan.of_the_sample():
         yield ""
         return
-    with serve(_list_folder(params)) as address:
+    with serve(Path(root_of(params.input))) as address:
         yield address
 
 
-def _reasons(statuses: list[str]) -> dict[str, int]:
-    return dict(sorted(Counter(statuses).items()))
+def settings(params: DownloadParams) -> dict[str, Any]:
+    """The parameters that decide what is stored. Work done with the same ones can be gone on with."""
+    return params.model_dump(mode="json", exclude=REQUEST_ONLY)
 
 
-class _Work:
-    """Unfinished work on one list: the plan of what to ask, and a folder of parts that survives a kill."""
-
-    def __init__(self, work: Path, asked: pa.Table, params: DownloadParams) -> None:
-        """Keeps finished parts of the same plan and parameters; those of others are removed."""
-        self._work = work
-        self.plan = work / "plan.parquet"
-        self.folder = work / "parts"
-        size = params.samples_per_shard
-        self.uids = [asked["uid"].slice(start, size).to_pylist() for start in range(0, asked.num_rows, size)]
-        with whole_file(self.plan) as path:
-            pq.write_table(asked.drop_columns(["status", "detail"]), path)
-        settings = params.model_dump(mode="json", exclude=REQUEST_ONLY)
-        self._claim({"plan": sha256(self.plan), "params": settings})
-
-    def _claim(self, identity: dict[str, Any]) -> None:
-        record = self.folder / "identity.json"
-        if self.folder.exists() and not (record.is_file() and read_json(record) == identity):
-            shutil.rmtree(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(record, identity)
-        for left in [*self.folder.glob("*.progress"), *self.folder.glob(".*.tmp")]:
-            left.unlink()
-
-    def done(self) -> set[int]:
-        return {part for part, uids in enumerate(self.uids) if is_done(self.folder, part, uids)}
-
-    def statuses(self) -> list[str]:
-        """Of every row that was asked for. Raises RuntimeError if a row is missing."""
-        missing = sorted(set(range(len(self.uids))) - self.done())
-        if missing:
-            raise RuntimeError(f"parts {missing} lack rows; the messages above say what befell them")
-        return [status for part in range(len(self.uids)) for status in self._part_statuses(part)]
-
-    def forget_retryable(self) -> None:
-        """Have parts with failures that may pass asked for again by the next run."""
-        for part in range(len(self.uids)):
-            if any(is_retryable(status.removeprefix("failed:")) for status in self._part_statuses(part)):
-                part_path(self.folder, part, ".parquet").unlink()
-
-    def _part_statuses(self, part: int) -> list[str]:
-        return part_rows(self.folder, part)["status"].to_pylist()
-
-    def close(self) -> None:
-        shutil.rmtree(self.folder)
-        self.plan.unlink()
-        if not any(self._work.iterdir()):
-            self._work.rmdir()
-
-
-def _fetch_missing(
-    work: _Work, params: DownloadParams, compute: ComputeParams, urls: pa.ChunkedArray, progress: bool
-) -> None:
-    done = work.done()
-    if len(done) == len(work.uids):
+def _fetch_missing(ledger: Ledger, params: DownloadParams, compute: ComputeParams, progress: bool) -> None:
+    if not ledger.missing():
         return
     try:
         from mdc.data.workers import fetch_parts
     except ImportError as error:
         raise UserError(f"downloading needs the package {error.name!r}; run `pip install 'mdc[download]'`") from None
     limits = {name: getattr(params, name) for name in ("timeout", "deadline", "retries", "max_bytes", "user_agent")}
-    processes = min(compute.download_processes, len(work.uids) - len(done))
-    rows_done = sum(len(work.uids[part]) for part in done)
-    with _sample_server(params, urls) as address, _bar(work.folder, len(urls), rows_done, progress):
-        threads = compute.download_threads
-        fetch_parts(work.plan, work.folder, params, Limits(**limits, sample_server=address), done, processes, threads)
+    known = ledger.known_rows()
+    with _sample_server(params, ledger.plan) as address, _bar(ledger.folder, ledger.plan.rows, known, progress):
+        fetch_parts(ledger, params, compute, Limits(**limits, sample_server=address))
 
 
-def _check_success(work: _Work, statuses: list[str], params: DownloadParams) -> None:
+def _sorted(counts: Counter[str]) -> dict[str, int]:
+    return dict(sorted(counts.items()))
+
+
+def _check_success(statuses: Counter[str], params: DownloadParams) -> None:
     """Fail below the minimum rate, with the counts of each reason."""
-    succeeded = statuses.count("ok")
-    if succeeded and succeeded >= params.min_success_rate * len(statuses):
+    succeeded, rows = statuses["ok"], statuses.total()
+    if succeeded and succeeded >= params.min_success_rate * rows:
         return
-    work.forget_retryable()
-    counts = ", ".join(f"{name} {count}" for name, count in _reasons(statuses).items())
-    what = f"none of {len(statuses)} images could be downloaded"
+    counts = ", ".join(f"{name} {count}" for name, count in _sorted(statuses).items())
+    what = f"none of {rows} images could be downloaded"
     if succeeded:
-        share = f"{succeeded} of {len(statuses)} images ({succeeded / len(statuses):.1%}) could be downloaded"
+        share = f"{succeeded} of {rows} images ({succeeded / rows:.1%}) could be downloaded"
         what = f"{share}, below download.min_success_rate {params.min_success_rate}"
     raise UserError(
         f"{params.input}: {what} ({counts}). Mend the cause and run again; what failed for a passing reason is then "
@@ -191,50 +136,54 @@ def _full_disk_named(work: Path) -> Iterator[None]:
         raise UserError(f"{work}: the disk is full; make room and run again, finished parts are kept") from None
 
 
-def _place(source: Path, target: Path) -> None:
-    """A hard link where the file system allows it, else a copy."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+def _identity(params: DownloadParams, plan: Plan) -> dict[str, Any]:
+    """Equal for runs that store the same for the same answers."""
+    return {"plan": plan.digest(), "settings": settings(params), "images": sha256(Path(images.__file__))}
 
 
-def _write_dropped(dropped: pa.Table, path: Path) -> None:
-    added = [field for field in PART_SCHEMA if field.name not in dropped.column_names]
-    columns = [*dropped.columns, *(pa.nulls(dropped.num_rows, field.type) for field in added)]
-    pq.write_table(pa.table(columns, schema=PART_SCHEMA), path)
+def _was_made_by(output: Path, identity: dict[str, Any]) -> bool:
+    path = output / MANIFEST
+    return path.is_file() and read_json(path)["inputs"].get("identity") == identity
 
 
 def download(params: DownloadParams, compute: ComputeParams, work: Path, output: Path, progress: bool = True) -> None:
-    """Fetch every row of the list and store the pictures as `output/00000.tar` with `00000.parquet`, ....
+    """Fetch every row of the input and store the pictures as `output/00000.tar` with `00000.parquet`, ....
 
-    The parquet files together have one row per row of the list: status `ok`, `failed:<reason>` or `dropped:<reason>`
-    (rows that were not asked for are in `dropped.parquet`); width and height are of the stored picture, sha256 is of
-    the bytes received. Equal inputs give equal bytes, whatever order the answers came in.
-    work: keeps finished parts through a kill; they are not asked for again.
-    Raises UserError for a list that cannot be used, before any request, and for too few successes.
+    The parquet files together have one row per row of the input, as `mdc.data.parts.PART_SCHEMA`: status `ok`,
+    `failed:<reason>`, or one of those of `mdc.data.plan.write_plan` (rows that were not asked for, in
+    `dropped.parquet`); width and height are of the stored picture, sha256 is of the bytes received. Equal inputs give
+    equal bytes, whatever order the answers came in.
+    work: keeps finished parts through a kill. Where `output` is there already, made from the same input with the same
+    settings, or in `work`, only what failed for a reason that may pass is asked for again.
+    Raises UserError for an input that cannot be used, before any request, and for too few successes.
     """
-    check_places(Path(params.input), output, work)
-    rows = read_list(params)
-    asked, dropped = rows.filter(pc.is_null(rows["status"])), rows.filter(pc.is_valid(rows["status"]))
-    reasons = dropped["status"].to_pylist()
-    if not asked.num_rows:
-        raise UserError(f"{params.input}: no row can be asked for: {_reasons(reasons)}; mend the list")
+    check_places(params.input, output, work)
     with _full_disk_named(work):
-        unfinished = _Work(work, asked, params)
-        _fetch_missing(unfinished, params, compute, asked["url"], progress)
-        statuses = unfinished.statuses()
-        _check_success(unfinished, statuses, params)
+        plan = write_plan(params, work)
+        identity = _identity(params, plan)
+        ledger = Ledger(work / "parts", plan, identity)
+        if params.kind == "urls" and _was_made_by(output, identity):  # pictures that are here may have changed
+            ledger.adopt(output)
+        ledger.reopen()
+        _fetch_missing(ledger, params, compute, progress)
+        statuses = ledger.statuses()
+        _check_success(statuses, params)
+        reasons = statuses + plan.reasons
+        assert reasons.total() == plan.counts["rows"], "a row of the input has no status"
         with whole_folder(output) as temporary:
-            for part in range(len(unfinished.uids)):
-                for suffix in (".tar", ".parquet"):
-                    _place(part_path(unfinished.folder, part, suffix), part_path(temporary, part, suffix))
-            if dropped.num_rows:
-                _write_dropped(dropped, temporary / DROPPED)
-            counts = {"rows": rows.num_rows, "ok": statuses.count("ok"), "reasons": _reasons(statuses + reasons)}
-            inputs = {"list": sha256(unfinished.plan), "params": params.model_dump(mode="json")}
+            ledger.place(temporary)
+            if plan.reasons:
+                place(plan.dropped, temporary / DROPPED)
+            counts = {
+                **plan.counts,
+                "ok": statuses["ok"],
+                "retryable": sum(count for status, count in statuses.items() if not is_final(status)),
+                "reasons": _sorted(reasons),
+            }
+            inputs = {"list": plan.digest(), "params": params.model_dump(mode="json"), "identity": identity}
             write_manifest(temporary, inputs, counts)
-        unfinished.close()
+        plan.close()
+        shutil.rmtree(work)
 
 
 def read_metadata(downloaded: Path) -> pa.Table:

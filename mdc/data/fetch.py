@@ -1,4 +1,4 @@
-"""One HTTP request with an end: a total deadline, a limit of bytes, and a reason when it fails."""
+"""One picture by HTTP with an end: a total deadline, a limit of bytes, and a reason when it fails."""
 
 import http.client
 import io
@@ -8,23 +8,50 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from email.message import Message
+from email.utils import parsedate_to_datetime
 from functools import cache, partial
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 CHUNK = 2**16
-RETRYABLE = {"timeout", "dns", "refused", "connection", "incomplete", "http_429"}  # and http_5xx
+REDIRECTS = 10  # at most
+ROBOTS_BYTES = 500 * 2**10  # that are heeded (RFC 9309, section 2.5)
+# and http_5xx
+RETRYABLE = {"timeout", "dns", "refused", "connection", "incomplete", "http_429", "retry_after"}
+RETRYABLE |= {"not_found", "unreadable"}  # of files
+ASKS_TO_WAIT = {"http_429", "http_503"}
 SAMPLE_SCHEME = "sample"
 
 
 class FetchFailed(Exception):
     """`reason` is one word for counting, `detail` is for people."""
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: str, detail: str, retry_after: float | None = None) -> None:
+        """retry_after: seconds for which the server asks to be left alone."""
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+        self.retry_after = retry_after
+
+
+class Manners:
+    """How hosts are treated. These are none; `mdc.data.manners` has those for the hosts of others."""
+
+    def turn(self, url: str) -> AbstractContextManager[None]:
+        """Held while a request to the URL's host runs. Raises FetchFailed where there is no turn within reason."""
+        return nullcontext()
+
+    def check(self, url: str, get: Callable[[str], bytes]) -> None:
+        """Raise FetchFailed where the host does not want the URL asked for. get: the body of another of its URLs."""
+
+    def opted_out(self, headers: Message) -> bool:
+        """Whether the headers of an answer forbid its use."""
+        return False
+
+    def pause(self, url: str, seconds: float) -> None:
+        """The host asks to be left alone for a time."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +70,8 @@ def is_retryable(reason: str) -> bool:
 
 
 class _Clock:
+    """The time that one picture may take. Waiting for a turn does not count."""
+
     def __init__(self, limits: Limits) -> None:
         self._timeout = limits.timeout
         self._end = time.monotonic() + limits.deadline
@@ -55,6 +84,9 @@ class _Clock:
         if self.left() <= 0:
             raise TimeoutError("the deadline has passed")
         return min(self._timeout, self.left())
+
+    def stopped_since(self, moment: float) -> None:
+        self._end += time.monotonic() - moment
 
 
 class _TimedFile(io.RawIOBase):
@@ -121,7 +153,20 @@ class _Https(urllib.request.HTTPSHandler):
         return self.do_open(partial(_connect, http.client.HTTPSConnection, self._clock), request, context=_tls())
 
 
-def _opener(clock: _Clock, use_proxy: bool) -> urllib.request.OpenerDirector:
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    max_redirections = REDIRECTS
+
+    def __init__(self, check: Callable[[str], None]) -> None:
+        self._check = check
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        request = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if request is not None:
+            self._check(request.full_url)
+        return request
+
+
+def _opener(clock: _Clock, use_proxy: bool, check: Callable[[str], None]) -> urllib.request.OpenerDirector:
     """HTTP and HTTPS only: a list from the web must not read `file:` URLs of this machine."""
     opener = urllib.request.OpenerDirector()
     for handler in (
@@ -130,7 +175,7 @@ def _opener(clock: _Clock, use_proxy: bool) -> urllib.request.OpenerDirector:
         _Http(clock),
         _Https(clock),
         urllib.request.HTTPDefaultErrorHandler(),
-        urllib.request.HTTPRedirectHandler(),
+        _Redirects(check),
         urllib.request.HTTPErrorProcessor(),
     ):
         opener.add_handler(handler)
@@ -139,12 +184,20 @@ def _opener(clock: _Clock, use_proxy: bool) -> urllib.request.OpenerDirector:
 
 def _address(url: str, limits: Limits) -> str:
     """The URL to ask: letters that HTTP does not allow are escaped, `sample:` becomes the local server."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise FetchFailed("bad_url", str(error)) from None
     if parts.scheme == SAMPLE_SCHEME and limits.sample_server:
         return limits.sample_server + quote(parts.path)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise FetchFailed("bad_url", "not an http or https URL")
     return quote(url, safe="!#$%&'()*+,/:;=?@[]~")
+
+
+def _is_ours(address: str, limits: Limits) -> bool:
+    """Whether the sample's own server is asked, which needs neither a proxy nor manners."""
+    return bool(limits.sample_server) and address.startswith(limits.sample_server)
 
 
 def _reason(error: BaseException) -> str:
@@ -163,6 +216,17 @@ def _reason(error: BaseException) -> str:
     return next((reason for kind, reason in kinds if isinstance(error, kind)), "bad_url")
 
 
+def _retry_after(headers: Message) -> float | None:
+    """Seconds, from a number of them or a date (RFC 9110, section 10.2.3); None where the header says neither."""
+    value = str(headers.get("Retry-After", "")).strip()
+    if value.isdecimal():
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None
+
+
 def _read(response: Any, max_bytes: int) -> bytes:
     body = bytearray()
     if (response.length or 0) > max_bytes:
@@ -176,33 +240,70 @@ def _read(response: Any, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _try(url: str, limits: Limits, clock: _Clock, opted_out: Callable[[Message], bool]) -> bytes:
-    opener = _opener(clock, use_proxy=not url.startswith(SAMPLE_SCHEME))
+def _read_start(response: Any, size: int) -> bytes:
+    body = bytearray()
+    while len(body) < size and (chunk := response.read(min(CHUNK, size - len(body)))):
+        body += chunk
+    return bytes(body)
+
+
+def _get(url: str, limits: Limits, clock: _Clock, check: Callable[[str], None], read: Callable[[Any], bytes]) -> bytes:
+    """One request and its redirections. Raises FetchFailed."""
+    opener = _opener(clock, not _is_ours(url, limits), check)
     try:
-        request = urllib.request.Request(_address(url, limits), headers={"User-Agent": limits.user_agent})
+        request = urllib.request.Request(url, headers={"User-Agent": limits.user_agent})
         with opener.open(request, timeout=clock.wait()) as response:
-            if opted_out(response.headers):
-                raise FetchFailed("opted_out", "X-Robots-Tag forbids it")
-            return _read(response, limits.max_bytes)
+            return read(response)
     except urllib.error.HTTPError as error:
         error.close()
-        raise FetchFailed("redirects" if 300 <= error.code < 400 else f"http_{error.code}", str(error)) from None
+        reason = "redirects" if 300 <= error.code < 400 else f"http_{error.code}"
+        raise FetchFailed(reason, str(error), _retry_after(error.headers)) from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise FetchFailed(_reason(error), str(error) or type(error).__name__) from None
 
 
-def fetch(url: str, limits: Limits, opted_out: Callable[[Message], bool] = lambda headers: False) -> bytes:
-    """The body of `url`. Raises FetchFailed within `limits.deadline` seconds (name resolution is the system's).
+def _try(url: str, limits: Limits, clock: _Clock, manners: Manners) -> bytes:
+    """One try in its turn. What the host says about its visitors is asked first, on a clock of its own."""
 
-    Reasons: timeout, too_large, dns, refused, connection, incomplete, tls, redirects, bad_url, opted_out, http_<code>.
-    opted_out: whether the response's headers forbid this use.
+    def other(of_host: str) -> bytes:
+        return _get(of_host, limits, _Clock(limits), lambda _: None, lambda answer: _read_start(answer, ROBOTS_BYTES))
+
+    def check(asked: str) -> None:
+        moment = time.monotonic()
+        manners.check(asked, other)
+        clock.stopped_since(moment)
+
+    def read(response: Any) -> bytes:
+        if manners.opted_out(response.headers):
+            raise FetchFailed("opted_out", "X-Robots-Tag forbids it")
+        return _read(response, limits.max_bytes)
+
+    moment = time.monotonic()
+    with manners.turn(url):
+        clock.stopped_since(moment)
+        check(url)
+        return _get(url, limits, clock, check, read)
+
+
+NO_MANNERS = Manners()
+
+
+def fetch(url: str, limits: Limits, manners: Manners = NO_MANNERS) -> bytes:
+    """The body of `url`. Raises FetchFailed within `limits.deadline` seconds, waiting for turns not counted.
+
+    Name resolution takes what time the system gives it. Reasons: timeout, too_large, dns, refused, connection,
+    incomplete, tls, redirects, bad_url, http_<code>, opted_out, and those of `manners`: robots, retry_after.
     """
+    address = _address(url, limits)
+    manners = NO_MANNERS if _is_ours(address, limits) else manners
     clock = _Clock(limits)
     for attempt in range(limits.retries + 1):
         try:
-            return _try(url, limits, clock, opted_out)
+            return _try(address, limits, clock, manners)
         except FetchFailed as failure:
             pause = 0.25 * 2**attempt
+            if failure.reason in ASKS_TO_WAIT:
+                manners.pause(address, pause if failure.retry_after is None else failure.retry_after)
             if attempt == limits.retries or not is_retryable(failure.reason) or clock.left() <= pause:
                 raise
             time.sleep(pause)

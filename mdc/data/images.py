@@ -66,7 +66,10 @@ def to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
     if image.mode == "F":
         raise Rejected("mode", "floating-point pixels have no agreed range")
     if image.mode.startswith("I"):
-        return _grey_16_bit(image).convert("RGB")
+        rgb = _grey_16_bit(image).convert("RGB")
+        if "transparency" in image.info:  # of one grey value, which no conversion of Pillow's heeds
+            rgb.paste(background, mask=Image.fromarray(np.asarray(image) == image.info["transparency"]))
+        return rgb
     if image.has_transparency_data:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, (*background, 255)), image).convert("RGB")
@@ -81,11 +84,11 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def decode(
-    data: bytes, background: tuple[int, int, int], max_pixels: int, max_aspect_ratio: float
+    data: bytes, background: tuple[int, int, int], max_pixels: int, max_aspect_ratio: float, min_side: int = 1
 ) -> tuple[Image.Image, str]:
     """The picture upright in 8-bit RGB, and the mode it came in. Raises Rejected.
 
-    Reasons: decode, truncated, too_many_pixels, aspect_ratio, mode.
+    Reasons: decode, truncated, too_many_pixels, aspect_ratio, too_small, mode.
     """
     assert not ImageFile.LOAD_TRUNCATED_IMAGES, "somebody told Pillow to accept damaged pictures"
     if not data:
@@ -95,6 +98,8 @@ def decode(
             width, height = image.size
             if max(width, height) > max_aspect_ratio * min(width, height):
                 raise Rejected("aspect_ratio", f"{width}x{height}")
+            if min(width, height) < min_side:
+                raise Rejected("too_small", f"{width}x{height}")
             mode = image.mode
             image.load()
             return to_rgb(_upright(image), background), mode
@@ -133,7 +138,8 @@ def encode(image: Image.Image, image_format: str, quality: int) -> bytes:
 def store(data: bytes, params: DownloadParams) -> StoredImage:
     """Decode, turn, flatten, resize and encode one picture. Raises Rejected."""
     red, green, blue = params.background
-    image, mode = decode(data, (red, green, blue), params.max_pixels, params.max_aspect_ratio)
+    limits = (params.max_pixels, params.max_aspect_ratio, params.min_side)
+    image, mode = decode(data, (red, green, blue), *limits)
     original_width, original_height = image.size
     image = resize_shorter(image, params.image_size)
     encoded = encode(image, params.image_format, params.image_quality)

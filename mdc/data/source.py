@@ -1,25 +1,67 @@
-"""Reading lists of URLs and captions: every file's columns are checked first, and every record is accounted for."""
+"""Reading lists of URLs and captions: every file's columns are checked first, and every record is accounted for.
+
+A list is one file or many, here or at any address that fsspec reads. Records come one after another, so that memory
+does not grow with the list; only COCO's JSON is read whole.
+"""
 
 import csv
 import difflib
+import gzip
 import hashlib
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+import io
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
+from fsspec.implementations.local import LocalFileSystem
 
 from mdc.config import DownloadParams
 from mdc.data.tars import MAX_NAME_BYTES
 from mdc.errors import UserError
 
-SUFFIXES = (".parquet", ".csv", ".tsv")
-LIST_SCHEMA = pa.schema(
-    [(name, pa.string()) for name in ("uid", "url", "caption", "label", "group", "status", "detail")]
-)
+KINDS = ("parquet", "csv", "tsv", "jsonl", "txt", "json")
+IN_FOLDERS = KINDS[:4]  # what a folder is read for; other .txt and .json files lie beside lists
+COMPRESSED = ".gz"
 LONGEST_UID = MAX_NAME_BYTES - len(".json") - 5
+FOOTERS_AT_ONCE = 16  # files whose columns are read at a time; each is a wait where the list is far away
 csv.field_size_limit(2**27)  # characters; the default refuses long captions
+
+
+class Record(NamedTuple):
+    """One record of a list. Dropped ones say why; `url` and `captions` are then what was found."""
+
+    place: str  # file and line, for people
+    uid: str
+    url: str
+    captions: list[tuple[str, str]]  # source and text
+    label: str = ""
+    group: str = ""
+    dropped: str = ""  # "" or the reason
+    left_out: int = 0  # captions that are not in `captions`, for their line breaks
+
+
+@dataclass(frozen=True)
+class ListFile:
+    """A file of any file system."""
+
+    fs: fsspec.AbstractFileSystem
+    path: str  # as the file system knows it
+    kind: str
+
+    def __str__(self) -> str:
+        return self.path if isinstance(self.fs, LocalFileSystem) else self.fs.unstrip_protocol(self.path)
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.path).name
 
 
 def is_missing(caption: str | None) -> bool:
@@ -27,28 +69,79 @@ def is_missing(caption: str | None) -> bool:
     return caption is None or not caption.strip()
 
 
-def list_files(place: Path) -> list[Path]:
-    """The list itself, or the lists in a folder by name. Raises UserError if there are none."""
-    if not place.exists():
+def open_place(place: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The file system of an address, and the path in it. Raises UserError where its package is missing."""
+    try:
+        return fsspec.core.url_to_fs(place)
+    except (ImportError, ValueError) as error:
         raise UserError(
-            f"download.input: {place} does not exist; give a file or folder of {', '.join(SUFFIXES)}, or "
+            f"download.input: {place} cannot be opened: {error}; `pip install 'mdc[s3]'` brings s3://, `gcsfs` gs://"
+        ) from None
+
+
+def is_local(place: str) -> bool:
+    return isinstance(open_place(place)[0], LocalFileSystem)
+
+
+def root_of(place: str) -> str:
+    """The folder that a file, a folder or a pattern lies in; of a folder, itself."""
+    fs, path = open_place(place)
+    if has_pattern(path):
+        fixed = path[: min(path.index(c) for c in "*?[" if c in path)]
+        return fixed.rpartition("/")[0] or "/"
+    return path if fs.isdir(path) else path.rpartition("/")[0]
+
+
+def has_pattern(path: str) -> bool:
+    return any(c in path for c in "*?[")
+
+
+def _kind(path: str) -> str:
+    kind = PurePosixPath(path.removesuffix(COMPRESSED)).suffix.removeprefix(".")
+    return kind if kind in KINDS and not (kind == "parquet" and path.endswith(COMPRESSED)) else ""
+
+
+def expand(place: str) -> tuple[fsspec.AbstractFileSystem, list[str], bool]:
+    """The file system, the files of a place by name, and whether the place is a folder. Raises UserError for none."""
+    fs, path = open_place(place)
+    if has_pattern(path):
+        return fs, sorted(found for found in fs.glob(path) if fs.isfile(found)), False
+    if fs.isdir(path):
+        found = (entry["name"] for entry in fs.ls(path, detail=True) if entry["type"] == "file")
+        return fs, sorted(name for name in found if not PurePosixPath(name).name.startswith(".")), True
+    if not fs.exists(path):
+        raise UserError(
+            f"download.input: {place} does not exist; give a file, folder or pattern of {', '.join(KINDS)}, or "
             "run `mdc sample` to make the sample's"
         )
-    files = sorted(place.iterdir()) if place.is_dir() else [place]
-    if place.is_dir():
-        files = [file for file in files if file.suffix in SUFFIXES and not file.name.startswith(".")]
-    if not files or files[0].suffix not in SUFFIXES:
-        raise UserError(f"download.input: {place} holds no list of a known kind; give {', '.join(SUFFIXES)}")
+    return fs, [path], False
+
+
+def list_files(place: str) -> list[ListFile]:
+    """The list itself, the lists in a folder, or those that a pattern finds, by name. Raises UserError for none."""
+    fs, paths, in_folder = expand(place)
+    kinds = IN_FOLDERS if in_folder else KINDS
+    files = [ListFile(fs, path, _kind(path)) for path in paths if _kind(path) in kinds]
+    unknown = [] if in_folder else [path for path in paths if not _kind(path)]
+    if unknown or not files:
+        what = f"{unknown[0]} is" if unknown else f"{place} holds"
+        raise UserError(
+            f"download.input: {what} no list of a known kind; give {', '.join(KINDS)} (.gz too). A folder is read for "
+            f"{', '.join(IN_FOLDERS)}; for pictures that are here already set download.kind to images or webdataset"
+        )
     return files
 
 
-def check_places(place: Path, *written: Path) -> None:
+def check_places(place: str, *written: Path) -> None:
     """Refuse to write where the lists are read: a second run would read what the first one wrote.
 
     Symbolic links are followed first. A single file may have its outputs beside it; a folder of lists may not have
     them inside.
     """
-    source = place.resolve()
+    if not is_local(place):
+        return
+    pattern = has_pattern(place)
+    source = Path(root_of(place) if pattern else place).resolve()
     for target in written:
         folder = target.resolve()
         if source.is_relative_to(folder) or (source.is_dir() and folder.is_relative_to(source)):
@@ -59,103 +152,183 @@ def check_places(place: Path, *written: Path) -> None:
             )
 
 
-def _wanted_columns(params: DownloadParams) -> dict[str, str]:
-    """Column in the files by our own name for it; the parameter is `download.<name>_column`."""
-    names = {
-        "url": params.url_column,
-        "caption": params.caption_column,
-        "uid": params.uid_column,
-        "label": params.label_column,
-        "group": params.group_column,
-    }
-    return {ours: theirs for ours, theirs in names.items() if theirs}
+def _wanted_columns(params: DownloadParams) -> list[tuple[str, str]]:
+    """The parameter, as `url_column`, and the column in the files that it names."""
+    names = [(f"{ours}_column", getattr(params, f"{ours}_column")) for ours in ("url", "uid", "label", "group")]
+    return [(name, column) for name, column in names if column] + [
+        ("caption_column", column) for column in params.caption_columns
+    ]
 
 
-def _dialect(file: Path) -> dict[str, Any]:
-    """csv: quotes are balanced and doubled within. tsv: quotes are ordinary characters."""
-    if file.suffix == ".tsv":
-        return {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-    return {"delimiter": ",", "strict": True}
-
-
-def _text_records(file: Path) -> Iterator[tuple[int, list[str]]]:
-    """Line number and fields of each record, the header first; blank lines are no records."""
-    with file.open(encoding="utf-8-sig", newline="") as text:
-        reader = csv.reader(text, **_dialect(file))
-        start = 1
+@contextmanager
+def _text(file: ListFile) -> Iterator[io.TextIOWrapper]:
+    """The text of a file, unpacked. Raises UserError where it is not UTF-8, or no whole gzip file, as it is read."""
+    raw = file.fs.open(file.path, "rb", compression="infer")
+    with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
         try:
-            for record in reader:
-                if record:
-                    yield start, record
-                start = reader.line_num + 1
-        except csv.Error as error:
-            raise UserError(
-                f"{file} line {start}: {error}; a quote opens here that is not closed before the next comma. Double "
-                "the quotes within a field, or save the list as .tsv, where quotes are ordinary characters"
-            ) from None
+            yield text
         except UnicodeDecodeError as error:
-            raise UserError(f"{file} is not UTF-8 at or after line {start}: {error.reason}; convert it") from None
+            near = error.object[max(0, error.start - 20) : error.end + 20]
+            raise UserError(f"{file} is not UTF-8: {error.reason} in {near!r}; convert it") from None
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise UserError(f"{file} is no whole gzip file ({error}); fetch it again") from None
 
 
-def _columns(file: Path) -> list[str]:
-    if file.suffix == ".parquet":
-        try:
-            return list(pq.read_schema(file).names)
-        except pa.ArrowInvalid as error:
-            raise UserError(f"{file} is not a parquet file: {error}") from None
-    return next(_text_records(file), (1, []))[1]
-
-
-def check_columns(files: list[Path], params: DownloadParams) -> None:
-    """Raise UserError that names each file, the column it lacks, those it has and the close match."""
-    problems = []
-    for file in files:
-        columns = _columns(file)
-        for ours, theirs in _wanted_columns(params).items():
-            count = columns.count(theirs)
-            if count == 1:
-                continue
-            if count > 1:
-                problems.append(f"{file} has {count} columns named {theirs!r} (download.{ours}_column); rename one")
-                continue
-            folded = {column.casefold(): column for column in columns}
-            close = difflib.get_close_matches(theirs.casefold(), list(folded), n=1)
-            hint = f"; did you mean {folded[close[0]]!r}?" if close else ""
-            has = ", ".join(columns) or "no columns"
-            problems.append(f"{file} has no column {theirs!r} (download.{ours}_column); it has {has}{hint}")
-    if problems:
-        raise UserError("\n".join(problems))
-
-
-def _texts(file: Path, values: pa.Array, column: str) -> list[str | None]:
+def _csv_records(file: ListFile, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
+    """csv: quotes are balanced and doubled within. tsv: quotes are ordinary characters."""
+    options: dict[str, Any] = {"delimiter": ",", "strict": True}
+    if file.kind == "tsv":
+        options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    reader = csv.reader(lines, **options)
+    start = 1
     try:
-        return values.cast(pa.string()).to_pylist()
+        for record in reader:
+            if record:
+                yield start, record
+            start = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{file} line {start}: {error}; a quote opens here that is not closed before the next comma. Double "
+            "the quotes within a field, or save the list as .tsv, where quotes are ordinary characters"
+        ) from None
+
+
+def _json_records(lines: Iterator[str]) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """One object per line; None for a line that holds none."""
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            yield number, record if isinstance(record, dict) else None
+
+
+def _coco_records(file: ListFile) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The images of a COCO captions file with `caption`: all of an image's, in the order of their ids."""
+    with _text(file) as text:
+        try:
+            tree = json.load(text)
+            captions: dict[Any, list[str]] = {image["id"]: [] for image in tree["images"]}
+            for note in sorted(tree["annotations"], key=lambda note: note["id"]):
+                captions[note["image_id"]].append(note["caption"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{file} is no captions file as COCO's, with `images` and `annotations` ({error!r}); save other "
+                "records as .jsonl, one object per line"
+            ) from None
+    for number, image in enumerate(tree["images"], 1):
+        yield number, {**image, "caption": captions[image["id"]]}
+
+
+def _text_rows(file: ListFile, params: DownloadParams) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Place and values by column of each record of a text file; None for values that do not fit."""
+    if file.kind == "json":
+        yield from ((f"{file.name} image {number}", record) for number, record in _coco_records(file))
+        return
+    with _text(file) as text:
+        if file.kind == "txt":
+            for line, url in enumerate(text, 1):
+                if url.strip():
+                    yield f"{file.name} line {line}", {params.url_column: url.strip()}
+        elif file.kind == "jsonl":
+            for line, record in _json_records(text):
+                yield f"{file.name} line {line}", record
+        else:
+            records = _csv_records(file, text)
+            header = params.header or next(records, (1, []))[1]
+            for line, fields in records:
+                fits = len(fields) == len(header)
+                yield f"{file.name} line {line}", dict(zip(header, fields, strict=True)) if fits else None
+
+
+def _texts(file: ListFile, values: pa.Array, column: str) -> list[Any]:
+    """Texts, or lists of texts."""
+    many = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
+    kind = pa.list_(pa.string()) if many else pa.string()
+    try:
+        return values.cast(kind).to_pylist()
     except pa.ArrowException as error:
         raise UserError(f"{file}: column {column!r} of type {values.type} is no text: {error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: column {column!r} is not UTF-8: {error.reason}; write it again") from None
 
 
-def _parquet_rows(file: Path, wanted: dict[str, str]) -> Iterator[tuple[str, dict[str, str | None]]]:
+def _parquet_rows(file: ListFile, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
-    with pq.ParquetFile(file) as parquet:
-        for batch in parquet.iter_batches(columns=list(dict.fromkeys(wanted.values()))):
-            columns = {ours: _texts(file, batch.column(theirs), theirs) for ours, theirs in wanted.items()}
-            for index in range(batch.num_rows):
+    with file.fs.open(file.path, "rb") as source, pq.ParquetFile(source) as parquet:
+        for batch in parquet.iter_batches(8192, columns=list(dict.fromkeys(columns))):
+            values = {column: _texts(file, batch.column(column), column) for column in columns}
+            for row in zip(*values.values(), strict=True):
                 number += 1
-                yield f"{file.name} row {number}", {ours: values[index] for ours, values in columns.items()}
+                yield f"{file.name} row {number}", dict(zip(values, row, strict=True))
 
 
-def _text_rows(file: Path, wanted: dict[str, str]) -> Iterator[tuple[str, dict[str, str | None] | None]]:
-    records = _text_records(file)
-    _, header = next(records)
-    positions = {ours: header.index(theirs) for ours, theirs in wanted.items()}
-    for line, record in records:
-        fits = len(record) == len(header)
-        yield f"{file.name} line {line}", {ours: record[at] for ours, at in positions.items()} if fits else None
+def _rows(file: ListFile, params: DownloadParams) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    if file.kind == "parquet":
+        return _parquet_rows(file, [column for _, column in _wanted_columns(params)])
+    return _text_rows(file, params)
 
 
-def _rows(file: Path, wanted: dict[str, str]) -> Iterator[tuple[str, dict[str, str | None] | None]]:
-    """Place and values of each record; None for values where the number of fields is wrong."""
-    return _parquet_rows(file, wanted) if file.suffix == ".parquet" else _text_rows(file, wanted)
+def _columns(file: ListFile, params: DownloadParams) -> list[str]:
+    """The names of the columns. Raises UserError for a file that is not what its name says."""
+    if file.kind == "parquet":
+        try:
+            with file.fs.open(file.path, "rb") as source:
+                return list(pq.read_schema(source).names)
+        except pa.ArrowInvalid as error:
+            raise UserError(f"{file} is not a parquet file: {error}") from None
+    if file.kind == "txt":
+        return [params.url_column]
+    if file.kind in ("csv", "tsv"):
+        with _text(file) as text:
+            first = next(_csv_records(file, text), (1, []))[1]
+        if params.header and first:
+            _check_header(file, first, params)
+        return params.header or first
+    place, record = next(_text_rows(file, params), ("", {}))
+    if record is None:
+        raise UserError(f"{file}: {place} holds no JSON object; give one per line")
+    return list(record)
+
+
+def _check_header(file: ListFile, first: list[str], params: DownloadParams) -> None:
+    """Raise UserError where the first record cannot have the columns of `download.header`."""
+    if len(first) != len(params.header):
+        raise UserError(
+            f"{file}: its first line has {len(first)} fields, but download.header names {len(params.header)}: "
+            f"{', '.join(params.header)}; name every column of the file"
+        )
+    url = dict(zip(params.header, first, strict=True)).get(params.url_column, "")
+    if params.kind == "urls" and "://" not in url:
+        raise UserError(
+            f"{file}: {url[:80]!r} in its first line, the column {params.url_column!r} of download.header "
+            f"{params.header}, is no URL; mend the order, or empty download.header if that line names the columns"
+        )
+
+
+def check_columns(files: list[ListFile], params: DownloadParams) -> None:
+    """Raise UserError that names each file, the column it lacks, those it has and the close match."""
+    problems = []
+    with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
+        found = list(pool.map(lambda file: _columns(file, params), files))
+    for file, columns in zip(files, found, strict=True):
+        for name, column in _wanted_columns(params):
+            count = columns.count(column)
+            if count == 1 or (not columns and file.kind == "jsonl"):
+                continue
+            if count > 1:
+                problems.append(f"{file} has {count} columns named {column!r} (download.{name}); rename one")
+                continue
+            folded = {name.casefold(): name for name in columns}
+            close = difflib.get_close_matches(column.casefold(), list(folded), n=1)
+            hint = f"; did you mean {folded[close[0]]!r}?" if close else ""
+            if name == "caption_column" and not close:
+                hint = '; set download.caption_column to "" for a list without captions'
+            has = ", ".join(columns) or "no columns"
+            problems.append(f"{file} has no column {column!r} (download.{name}); it has {has}{hint}")
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 def _check_uid(uid: str, place: str) -> None:
@@ -177,63 +350,59 @@ def hash_uid(*parts: str) -> str:
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
 
 
-def _joined_lines(caption: str | None, params: DownloadParams) -> str | None:
-    return " ".join(caption.split()) if caption and params.line_breaks == "space" else caption
+def _word(value: Any) -> str:
+    return "" if value is None else value if isinstance(value, str) else str(value)
 
 
-def _problem(url: str, caption: str | None) -> str:
-    """Why a row is dropped before any request, or ""."""
-    if not url.strip():
-        return "dropped:no_url"
-    if is_missing(caption):
-        return "dropped:missing_caption"
-    if caption and any(c in caption for c in "\t\n\r"):
-        return "dropped:line_break"
-    return ""
+def _captions(values: dict[str, Any], params: DownloadParams) -> list[tuple[str, str]]:
+    """Every caption that is not missing, with the column that it comes from."""
+    found = []
+    for column in params.caption_columns:
+        value = values.get(column)
+        for text in value if isinstance(value, list) else [value]:
+            word = _word(text)
+            if not is_missing(word):
+                found.append((column, " ".join(word.split()) if params.line_breaks == "space" else word))
+    return found
 
 
-def read_list(params: DownloadParams) -> pa.Table:
-    """Every record of the list in its order, as LIST_SCHEMA.
+def make_record(
+    place: str,
+    url: str,
+    values: dict[str, Any],
+    params: DownloadParams,
+    captions: Sequence[tuple[str, str]] = (),
+    name: str = "",
+) -> Record:
+    """A record of the values that a list, or a file beside a picture, gives.
 
-    status is null for rows to be fetched, else `dropped:` with no_url, missing_caption, line_break (a tab or line
-    break in the caption), malformed (wrong number of fields) or duplicate (the same URL and caption as an earlier
-    row). Label and group are "" where the list gives none.
-    Raises UserError before any request for a missing file or column, an empty list, and uids that are repeated or
-    cannot name a file.
+    captions: more of them, which come first. name: what stands for the URL in the uid. Raises UserError for a uid that
+    cannot name a file. Reasons: no_url, missing_caption, line_break (no caption is without a tab or line break).
     """
-    files = list_files(Path(params.input))
-    check_columns(files, params)
-    wanted = _wanted_columns(params)
-    columns: dict[str, list[str | None]] = {name: [] for name in LIST_SCHEMA.names}
-    seen: dict[str, str] = {}
+    found = list(dict.fromkeys([*captions, *_captions(values, params)]))
+    whole = [(source, text) for source, text in found if not any(c in text for c in "\t\n\r")]
+    if not url.strip():
+        dropped = "no_url"
+    elif whole or not params.caption_columns:
+        dropped = ""
+    else:
+        dropped = "line_break" if found else "missing_caption"
+    if params.uid_column:
+        uid = _word(values.get(params.uid_column))
+        _check_uid(uid, place)
+    else:
+        uid = hash_uid(name or url, *([text for _, text in found] or [""]))
+    columns = (params.label_column, params.group_column)
+    label, group = (_word(values.get(column)) if column else "" for column in columns)
+    kept = found if dropped else whole
+    return Record(place, uid, url.strip(), kept, label, group, dropped, len(found) - len(kept))
+
+
+def read_records(files: list[ListFile], params: DownloadParams) -> Iterator[Record]:
+    """Every record of the files in their order; `malformed` are those with a wrong number of fields, or no JSON."""
     for file in files:
-        for place, row in _rows(file, wanted):
-            if row is None:
-                values: dict[str, str | None] = {"uid": hash_uid(place), "status": "dropped:malformed", "detail": place}
+        for place, values in _rows(file, params):
+            if values is None:
+                yield Record(place, hash_uid(place), "", [], dropped="malformed")
             else:
-                url, caption = row["url"] or "", _joined_lines(row["caption"], params)
-                uid = (row["uid"] or "") if "uid" in wanted else hash_uid(url, caption or "")
-                status = _problem(url, caption)
-                if "uid" in wanted:
-                    _check_uid(uid, place)
-                    if uid in seen:
-                        raise UserError(f"uid {uid!r} is given twice, at {seen[uid]} and at {place}; make uids unique")
-                elif uid in seen and not status:
-                    status = "dropped:duplicate"
-                if not status or "uid" in wanted:
-                    seen[uid] = place
-                values = {
-                    "uid": uid,
-                    "url": url.strip() or None,
-                    "caption": None if is_missing(caption) else caption,
-                    "label": row.get("label") or "",
-                    "group": row.get("group") or "",
-                    "status": status or None,
-                    "detail": place if status else None,
-                }
-            for name, column in columns.items():
-                column.append(values.get(name))
-    table = pa.table(columns, schema=LIST_SCHEMA)
-    if not table.num_rows:
-        raise UserError(f"download.input: {params.input} has no rows; there is nothing to download")
-    return table
+                yield make_record(place, _word(values.get(params.url_column)), values, params)

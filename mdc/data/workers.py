@@ -1,74 +1,78 @@
-"""img2dataset at work: it shards the list, spreads it over processes and threads, and fetches; the rest is ours.
+"""img2dataset at work: it spreads the parts over processes or a cluster, and over threads; the rest is ours.
 
 Its downloader has hooks for the picture (`resizer`) and for what is written (`sample_writer_class`), but none for the
-request itself, which has no total deadline and no limit of bytes. `Worker` puts `mdc.data.fetch` in that place.
-Nothing else in this project imports img2dataset.
+request itself, which has no total deadline, no limit of bytes, no `Retry-After`, no limit per host and no robots.txt.
+`Worker` puts `mdc.data.fetch` in that place. Its reader holds the whole list in memory; `_tasks` stands for it.
 """
 
 import io
+import logging
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from email.message import Message
-from functools import partial
+from dataclasses import dataclass
 from multiprocessing.pool import IMapIterator
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import img2dataset.distributor
-import img2dataset.downloader
-from img2dataset.downloader import Downloader, is_disallowed
-from img2dataset.reader import Reader
+import pyarrow as pa
 
-from mdc.config import DownloadParams
-from mdc.data.fetch import FetchFailed, Limits, fetch
+from mdc.config import ComputeParams, DownloadParams
+from mdc.data.borrowed import Downloader, distributor, downloader
+from mdc.data.fetch import FetchFailed, Limits, Manners, fetch
 from mdc.data.images import Rejected, StoredImage, store
+from mdc.data.ledger import Ledger
+from mdc.data.local import read_here
+from mdc.data.manners import SharedManners
 from mdc.data.parts import DIGITS, PartWriter
+from mdc.data.plan import PLAN_SCHEMA
+from mdc.data.source import root_of
 from mdc.errors import UserError
 from mdc.processes import end_when_orphaned
 
-OPT_OUT = ("noai", "noimageai", "noindex", "noimageindex")  # img2dataset's own default
-PLANNED = ("uid", "label", "group")  # columns that travel beside URL and caption
 
+@dataclass(frozen=True)
+class Getter:
+    """How the bytes of a row's URL are had. Stands for img2dataset's function that asks for an image."""
 
-def fetch_row(
-    row: tuple[int, str],
-    timeout: float,
-    retries: int,
-    user_agent_token: str | None,
-    disallowed_header_directives: set[str] | None,
-    *,
-    limits: Limits,
-) -> tuple[int, io.BytesIO | None, str | None]:
-    """Stands for img2dataset's function of the same arguments; `limits` holds the ones that count."""
-    key, url = row
+    limits: Limits
+    manners: Manners
+    kind: str  # download.kind
+    root: str  # of pictures that are here already
 
-    def opted_out(headers: Message) -> bool:
-        return bool(disallowed_header_directives) and is_disallowed(
-            headers, user_agent_token, disallowed_header_directives
-        )
-
-    try:
-        return key, io.BytesIO(fetch(url, limits, opted_out)), None
-    except FetchFailed as failure:
-        return key, None, str(failure)
+    def __call__(
+        self,
+        row: tuple[int, str],
+        timeout: float,
+        retries: int,
+        user_agent_token: str | None,
+        disallowed_header_directives: set[str] | None,
+    ) -> tuple[int, io.BytesIO | None, str | None]:
+        key, url = row
+        try:
+            if self.kind == "urls":
+                return key, io.BytesIO(fetch(url, self.limits, self.manners)), None
+            return key, io.BytesIO(read_here(url, self.root, self.kind, self.limits.max_bytes)), None
+        except FetchFailed as failure:
+            return key, None, str(failure)
 
 
 class Worker(Downloader):
     """img2dataset's downloader with our request in it. An error that is not one picture's own ends the run."""
 
-    def __init__(self, limits: Limits, **options: Any) -> None:
+    def __init__(self, get: Getter, is_child: bool, **options: Any) -> None:
+        """is_child: whether it runs in a process that this one starts, rather than in one of a cluster."""
         super().__init__(**options)
-        self.limits = limits
+        self.get, self.is_child = get, is_child
 
     def __call__(self, row: tuple[int, str]) -> tuple[bool, tuple[int, str]]:
-        end_when_orphaned()  # the pool starts its later workers from a thread
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
-        img2dataset.downloader.download_image_with_retry = partial(fetch_row, limits=self.limits)
+        if self.is_child:
+            end_when_orphaned()  # the pool starts its later workers from a thread
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
+        downloader.download_image_with_retry = self.get
         self.download_shard(row)
         return True, row
 
@@ -107,52 +111,72 @@ def _watched(results: IMapIterator) -> Iterator[Any]:
                     ) from None
 
 
+def _tasks(ledger: Ledger) -> Iterator[tuple[int, str]]:
+    """What stands for img2dataset's reader: the number of each missing part, and a file of its rows to ask for."""
+    scratch = ledger.folder / "_tmp"
+    scratch.mkdir(exist_ok=True)
+    for part in ledger.missing():
+        path = scratch / f"{part}.arrow"
+        rows = ledger.asked(part)
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, rows.schema) as writer:
+            writer.write_table(rows)
+        yield part, str(path.absolute())
+
+
 @contextmanager
-def _hooked() -> Iterator[None]:
-    """img2dataset's messages and its bar over parts give way to our watch over its pool, and one bar over rows."""
-    watched = mock.patch.object(img2dataset.distributor, "tqdm", _watched)
+def _ray(compute: ComputeParams) -> Iterator[Callable[..., None]]:
+    """img2dataset's distributor on a Ray cluster, whose nodes see this folder and have this package."""
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError(
+            f"compute.distributor ray needs the package {error.name!r}; run `pip install 'mdc[cluster]'` on all nodes"
+        ) from None
+    try:
+        ray.init(compute.ray_address, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise UserError(
+            f"compute.ray_address {compute.ray_address!r}: no Ray cluster answers ({error}); start it with "
+            "`ray start --head`, and `ray start --address=HEAD:6379` on the other nodes"
+        ) from None
+    try:
+        yield distributor.ray_distributor
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _processes(_compute: ComputeParams) -> Iterator[Callable[..., None]]:
+    """img2dataset's distributor over processes of this machine, watched."""
+    watched = mock.patch.object(distributor, "tqdm", _watched)
     # workers that are ended early leave locks of libraries to Python's resource tracker, which removes and reports them
     tidied = mock.patch.dict(os.environ, PYTHONWARNINGS="ignore:resource_tracker:UserWarning")
-    with watched, tidied, redirect_stdout(io.StringIO()):
-        yield
+    with watched, tidied:
+        yield distributor.multiprocessing_distributor
 
 
-def fetch_parts(
-    plan: Path,
-    folder: Path,
-    params: DownloadParams,
-    limits: Limits,
-    done: set[int],
-    processes: int,
-    threads: int,
-) -> None:
-    """Fetch the rows of `plan` in parts of `params.samples_per_shard` into `folder`.
+DISTRIBUTORS = {"multiprocessing": _processes, "ray": _ray}
 
-    plan: parquet with uid, url, caption, label, group. done: numbers of parts to leave alone.
-    """
-    scratch = folder / "_tmp"
-    scratch.mkdir(parents=True, exist_ok=True)
-    reader = Reader(
-        str(plan.absolute()),
-        "parquet",
-        "url",
-        "caption",
-        None,
-        None,
-        list(PLANNED),
-        params.samples_per_shard,
-        done,
-        str(scratch.absolute()),
+
+def fetch_parts(ledger: Ledger, params: DownloadParams, compute: ComputeParams, limits: Limits) -> None:
+    """Fetch the rows that the ledger lacks, in parts, into its folder. Limits per host hold over all workers."""
+    here = params.kind != "urls"
+    get = Getter(
+        limits=limits,
+        manners=Manners() if here else SharedManners.of(params, ledger.folder / "hosts"),
+        kind=params.kind,
+        root=root_of(params.input) if here else "",
     )
     worker = Worker(
-        limits,
+        get,
+        is_child=compute.distributor == "multiprocessing",
         sample_writer_class=PartWriter,
         resizer=Resizer(params),
-        thread_count=threads,
+        thread_count=compute.download_threads,
         save_caption=True,
         extract_exif=False,
-        output_folder=str(folder.absolute()),
-        column_list=reader.column_list,
+        output_folder=str(ledger.folder.absolute()),
+        column_list=PLAN_SCHEMA.names,
         timeout=limits.timeout,
         number_sample_per_shard=params.samples_per_shard,
         oom_shard_count=DIGITS,
@@ -160,9 +184,9 @@ def fetch_parts(
         verify_hash_type=None,
         encode_format=params.image_format,
         retries=limits.retries,
-        user_agent_token=limits.user_agent.partition("/")[0],
-        disallowed_header_directives=list(OPT_OUT),
+        user_agent_token=None,
+        disallowed_header_directives=None,
     )
-    distribute: Callable[..., None] = img2dataset.distributor.multiprocessing_distributor
-    with _hooked():
-        distribute(processes, worker, reader, None, 0)
+    processes = min(compute.download_processes, len(ledger.missing()))
+    with DISTRIBUTORS[compute.distributor](compute) as distribute, redirect_stdout(io.StringIO()):
+        distribute(processes, worker, _tasks(ledger), None, 0)

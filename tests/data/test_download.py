@@ -2,6 +2,7 @@
 
 import errno
 import io
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from mdc.data.workers import _watched
 from mdc.errors import UserError
 from mdc.files import read_json
 
-FAST = {"timeout": 0.6, "deadline": 1.0, "retries": 0, "max_bytes": 10**6, "image_size": 8}
+FAST = {"timeout": 1.0, "deadline": 2.0, "retries": 0, "max_bytes": 10**6, "image_size": 8}
 COMPUTE = ComputeParams(download_threads=8)
 
 
@@ -46,9 +47,15 @@ def test_every_row_is_accounted_for(tmp_path: Path, server: Any) -> None:
         "empty": "failed:decode",
         "half": "failed:truncated",
         "cut": "failed:incomplete",
+        "chunks": "failed:incomplete",
+        "reset": "failed:connection",
+        "longer": "failed:truncated",
+        "closed/1": "failed:http_429",
+        "private/1": "failed:robots",
         "bomb": "failed:too_many_pixels",
         "wide": "failed:aspect_ratio",
-        "opted-out": "failed:opted_out",
+        "tiny": "failed:too_small",
+        "opted-out/noai": "failed:opted_out",
         "loop": "failed:redirects",
         "ok/1.png": "ok",
         "ok/2.png": "dropped:missing_caption",
@@ -56,7 +63,9 @@ def test_every_row_is_accounted_for(tmp_path: Path, server: Any) -> None:
         "ok/3.png": "dropped:line_break",
         "ok/4.png": "ok",
     }
-    urls = [f"{server.address}/{path}" if path else "" for path in expected]
+    server.robots = "User-agent: *\nDisallow: /private\n"
+    other = {"closed/1"}  # another host, since this one asks to be left alone afterwards
+    urls = [f"{server.other_address if path in other else server.address}/{path}" if path else "" for path in expected]
     captions = [{"ok/2.png": " ", "ok/3.png": "a\nb"}.get(path, f"caption {path}") for path in expected]
     place = write_list(tmp_path / "urls.parquet", urls, caption=captions, kind=[f"kind {path}" for path in expected])
     params = DownloadParams(
@@ -71,7 +80,8 @@ def test_every_row_is_accounted_for(tmp_path: Path, server: Any) -> None:
     assert counts["rows"] == len(expected)
     assert counts["ok"] == 3
     assert counts["reasons"] == {status: list(expected.values()).count(status) for status in set(expected.values())}
-    for path in ("ok/2.png", "ok/3.png"):
+    assert counts["retryable"] == 6
+    for path in ("ok/2.png", "ok/3.png", "private/1"):
         assert f"/{path}" not in server.requests
 
     found = {member.name for tar in output.glob("*.tar") for member in members(tar)}
@@ -106,10 +116,71 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, running_server: Any, f
 
 
 def test_what_failed_for_a_passing_reason_is_asked_again(undisturbed: Path) -> None:
-    assert read_json(undisturbed / "manifest.json")["counts"] == {"ok": 40, "reasons": {"ok": 40}, "rows": 40}
+    counts = {"rows": 40, "captions_left_out": 0, "ok": 40, "retryable": 0, "reasons": {"ok": 40}}
+    assert read_json(undisturbed / "manifest.json")["counts"] == counts
     names = [member.name for member in members(undisturbed / "00000.tar")]
     assert len(names) == 10
     assert names == sorted(names)
+
+
+def test_a_second_run_asks_only_for_what_may_come_now(
+    tmp_path: Path, undisturbed: Path, server: Any, forty: DownloadParams, files_of: Callable
+) -> None:
+    """Ten of the forty fail for a passing reason in a run that comes to its end."""
+    failing = [f"/ok/{i}.png" for i in range(0, 40, 4)]
+    output = tmp_path / "downloaded"
+    server.failing_paths = set(failing)
+    patient = forty.model_copy(update={"min_success_rate": 0.7})
+    download(patient, COMPUTE, tmp_path / "work", output, progress=False)
+    counts = read_json(output / "manifest.json")["counts"]
+    assert (counts["ok"], counts["retryable"], counts["reasons"]["failed:http_503"]) == (30, 10, 10)
+
+    server.reset()
+    download(forty, COMPUTE, tmp_path / "work", output, progress=False)
+    assert sorted(server.requests) == sorted(failing)
+    assert files_of(output) == files_of(undisturbed)
+
+    server.reset()
+    download(forty, COMPUTE, tmp_path / "work", output, progress=False)
+    assert not server.requests
+    assert files_of(output) == files_of(undisturbed)
+
+
+def test_other_settings_are_another_download(
+    tmp_path: Path, undisturbed: Path, server: Any, forty: DownloadParams
+) -> None:
+    output = tmp_path / "downloaded"
+    shutil.copytree(undisturbed, output)
+    download(forty.model_copy(update={"image_size": 9}), COMPUTE, tmp_path / "work", output, progress=False)
+    assert len(server.requests) == 40
+    assert read_metadata(output)["height"].to_pylist() == [9] * 40
+
+
+def test_each_url_is_asked_for_once_and_keys_do_not_depend_on_parts(tmp_path: Path, server: Any) -> None:
+    """Twenty rows: three name one URL, eight others get the same placeholder from their host."""
+    urls = [f"{server.address}/ok/1.png"] * 3 + [f"{server.address}/flaky/{i}" for i in range(2, 11)]
+    urls += [f"{server.address}/opted-out/nofollow?{i}" for i in range(8)]
+    place = write_list(tmp_path / "urls.parquet", urls)
+    tables = []
+    for size in (4, 1000):
+        server.reset()
+        params = DownloadParams(input=str(place), samples_per_shard=size, image_size=8, retries=1)
+        download(params, COMPUTE, tmp_path / "work", tmp_path / f"downloaded {size}", progress=False)
+        assert server.requests == {url.removeprefix(server.address): 2 if "flaky" in url else 1 for url in urls}
+        tables.append(read_metadata(tmp_path / f"downloaded {size}").sort_by("uid").to_pandas())
+    assert tables[0].equals(tables[1])
+    assert dict(tables[0]["status"].value_counts()) == {"ok": 18, "joined": 2}
+    assert tables[0]["sha256"].value_counts().max() == 8
+    (shared,) = [captions for captions in tables[0]["captions"] if len(captions) == 3]
+    assert sorted(caption["text"] for caption in shared) == ["caption 0", "caption 1", "caption 2"]
+
+
+def test_the_user_agent_is_what_the_parameter_says(tmp_path: Path, server: Any) -> None:
+    place = write_list(tmp_path / "urls.parquet", [f"{server.address}/ok/{i}" for i in range(2)])
+    agent = "finder/2 (+https://example.org/about; img2dataset)"
+    params = DownloadParams(input=str(place), user_agent=agent, image_size=8)
+    download(params, COMPUTE, tmp_path / "work", tmp_path / "downloaded", progress=False)
+    assert server.agents == {agent}
 
 
 SCRIPT = """
@@ -136,7 +207,11 @@ def test_a_kill_loses_nothing_and_repeats_nothing(
     tmp_path: Path, undisturbed: Path, server: Any, forty: DownloadParams, files_of: Callable
 ) -> None:
     work, output = tmp_path / "work", tmp_path / "downloaded"
-    server.held = 12  # the second part cannot finish
+    parts = [
+        {url.removeprefix(server.address) for url in pd.read_parquet(undisturbed / f"{part:05d}.parquet")["url"]}
+        for part in range(4)
+    ]
+    server.held = set(sorted(parts[1])[2:])  # the second part cannot finish
     with subprocess.Popen([sys.executable, "-c", SCRIPT, forty.model_dump_json(), str(work), str(output)]) as process:
         while not (work / "parts" / "00000.parquet").exists():
             assert process.poll() is None
@@ -148,7 +223,7 @@ def test_a_kill_loses_nothing_and_repeats_nothing(
     assert not output.exists()
     first = {name: (work / "parts" / name).stat().st_mtime_ns for name in ("00000.tar", "00000.parquet")}
     (work / "parts" / "00001.tar").write_bytes(b"half a part")
-    server.held = 10**9
+    server.held = set()
     server.released.set()
     before = server.requests.copy()
 
@@ -157,7 +232,7 @@ def test_a_kill_loses_nothing_and_repeats_nothing(
         download(forty, ComputeParams(download_threads=3, download_processes=2), work, output, progress=False)
     assert {name: (work / "parts" / name).stat().st_mtime_ns for name in first} == first
     again = server.requests - before
-    assert not any(f"/ok/{i}.png" in again for i in range(10))
+    assert set(again) == parts[1] | parts[2] | parts[3]
 
     assert files_of(output) == files_of(undisturbed)
 

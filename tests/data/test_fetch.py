@@ -36,6 +36,8 @@ def test_a_server_that_never_stops_meets_the_deadline(server: Any, path: str) ->
         ("status/404", "http_404"),
         ("status/503", "http_503"),
         ("cut", "incomplete"),
+        ("chunks", "incomplete"),
+        ("reset", "connection"),
         ("loop", "redirects"),
         ("to-file", "redirects"),
     ],

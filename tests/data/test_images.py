@@ -1,10 +1,13 @@
 """Every stored picture is 8-bit RGB, upright, whole and of the wanted size; what cannot be is refused with a reason."""
 
 import io
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
 import pytest
+from misbehaving import bomb
 from PIL import Image
 
 from mdc.config import DownloadParams
@@ -54,6 +57,45 @@ def test_cmyk_and_16_bit_grey() -> None:
     assert (stored_pixels(encoded(Image.new("1", (8, 8), 1))) == 255).all()
 
 
+def png_16_bit(colour_type: int, values: list[int], **chunks: bytes) -> bytes:
+    """Eight by eight pixels of the same 16-bit values, in a file that Pillow cannot write."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    row = b"\0" + struct.pack(f">{8 * len(values)}H", *values * 8)
+    parts = [chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 16, colour_type, 0, 0, 0))]
+    parts += [chunk(name.encode(), data) for name, data in chunks.items()]
+    return b"\x89PNG\r\n\x1a\n" + b"".join([*parts, chunk(b"IDAT", zlib.compress(row * 8)), chunk(b"IEND", b"")])
+
+
+@pytest.mark.parametrize(
+    ("colour_type", "values", "expected"),
+    [
+        (0, [40_000], [156, 156, 156]),
+        (2, [40_000, 20_000, 0], [156, 78, 0]),
+        (4, [40_000, 65_535], [156, 156, 156]),
+        (4, [40_000, 0], [255, 255, 255]),
+        (6, [0, 40_000, 0, 0], [255, 255, 255]),
+    ],
+)
+def test_16_bits_of_every_kind(colour_type: int, values: list[int], expected: list[int]) -> None:
+    assert (stored_pixels(png_16_bit(colour_type, values)) == expected).all()
+
+
+def test_a_transparent_value_of_16_bit_grey() -> None:
+    assert (stored_pixels(png_16_bit(0, [40_000], tRNS=struct.pack(">H", 40_000))) == 255).all()
+    assert (stored_pixels(png_16_bit(0, [40_000], tRNS=struct.pack(">H", 40_001))) == 156).all()
+
+
+def test_other_ways_of_colour() -> None:
+    assert (stored_pixels(encoded(Image.new("CMYK", (8, 8), (255, 0, 0, 0)), "TIFF")) == [0, 255, 255]).all()
+    assert (stored_pixels(encoded(Image.new("CMYK", (8, 8), (0, 0, 0, 255)), "JPEG")) <= 1).all()
+    assert np.abs(stored_pixels(encoded(Image.new("LAB", (8, 8), (128, 128, 128)), "TIFF")) - 119).max() <= 1
+    for kind in ("WEBP", "AVIF", "JPEG2000"):
+        assert (stored_pixels(encoded(Image.new("RGBA", (8, 8), (0, 255, 0, 0)), kind)) == 255).all(), kind
+
+
 # where the red half of a picture that is red on the left lies after each EXIF orientation is applied
 RED_HALF = {1: "left", 2: "right", 3: "right", 4: "left", 5: "top", 6: "top", 7: "bottom", 8: "bottom"}
 
@@ -88,7 +130,7 @@ def reason(data: bytes, **options: Any) -> str:
     return caught.value.reason
 
 
-def test_damaged_bodies_are_refused(bomb: bytes) -> None:
+def test_damaged_bodies_are_refused() -> None:
     noise = np.random.Generator(np.random.PCG64(0)).integers(0, 255, (64, 64, 3), np.uint8)
     for kind in ("JPEG", "PNG"):
         whole = encoded(Image.fromarray(noise), kind)
@@ -97,10 +139,11 @@ def test_damaged_bodies_are_refused(bomb: bytes) -> None:
     assert reason(b"") == "decode"
     assert reason(b"<html>404</html>") == "decode"
     assert reason(b"\x89PNG\r\n\x1a\n" + b"\0" * 100) == "decode"
-    assert reason(bomb) == "too_many_pixels"
+    assert reason(bomb()) == "too_many_pixels"
     assert reason(encoded(Image.new("RGB", (20, 20))), max_pixels=399) == "too_many_pixels"
     assert store(encoded(Image.new("RGB", (20, 20))), PARAMS.model_copy(update={"max_pixels": 400})).width == 8
     assert reason(encoded(Image.new("RGB", (2000, 1)))) == "aspect_ratio"
+    assert reason(encoded(Image.new("RGB", (7, 9)))) == "too_small"
     assert reason(encoded(Image.new("F", (8, 8), 0.5), "TIFF")) == "mode"
 
 
@@ -111,7 +154,7 @@ def test_pillow_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "expected"), [((100, 50), (16, 8)), ((50, 100), (8, 16)), ((5, 4), (10, 8)), ((8, 8), (8, 8))]
+    ("size", "expected"), [((100, 50), (16, 8)), ((50, 100), (8, 16)), ((10, 9), (9, 8)), ((8, 8), (8, 8))]
 )
 def test_shorter_side_gets_the_size_and_the_ratio_stays(size: tuple[int, int], expected: tuple[int, int]) -> None:
     result = store(encoded(Image.new("RGB", size)), PARAMS)
