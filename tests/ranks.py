@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdc import dist
 from mdc.config import Params
 from mdc.data.loader import Batch, ShardDataset
 from mdc.objectives import TextImage
@@ -29,12 +30,18 @@ class Record:
     rates: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[int, Tensor]] = field(default_factory=list)  # whole, scaled and clipped
+    asked: int = 0  # times that ranks agreed on whether to stop
     exit: int | str | None = None
 
 
 def _observe(record: Record, stop_at: int | None) -> None:
     """stop_at: SIGTERM comes in the update of this number."""
     clip, augmented, set_rate = trainer.scale_and_clip, trainer.Trainer._augmented, trainer.set_learning_rate
+    agree = dist.all_reduce_max
+
+    def agreed(values: list[int]) -> list[int]:
+        record.asked += 1
+        return agree(values)
 
     def clipped(parameters: list[torch.nn.Parameter], scale: Tensor, max_norm: float) -> Tensor:
         norm = clip(parameters, scale, max_norm)
@@ -52,6 +59,7 @@ def _observe(record: Record, stop_at: int | None) -> None:
         record.rates.append(rate)
         set_rate(optimizer, rate)
 
+    dist.all_reduce_max = agreed
     trainer.scale_and_clip = clipped
     trainer.Trainer._augmented = seen  # type: ignore[method-assign]
     trainer.set_learning_rate = rated
@@ -84,10 +92,13 @@ def train_on(
     shards: Path,
     output: Path,
     runs: Path,
-    stop_at: int | None = None,
+    stop: dict[int, int] | None = None,
     uncached: bool = False,
 ) -> list[Record]:
-    """Train on `world` ranks; what each of them saw. uncached: pictures are read in loader processes."""
+    """Train on `world` ranks; what each of them saw.
+
+    stop: by rank, the update in which SIGTERM comes. uncached: pictures are read in loader processes.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranks"])
     port, results = _free_port(), [output.parent / f".{output.name}-{rank}.pt" for rank in range(world)]
@@ -99,7 +110,7 @@ def train_on(
         process = context.Process(
             target=_rank,
             args=(environment, params, (shards, output, runs), result),
-            kwargs={"stop_at": stop_at, "uncached": uncached},
+            kwargs={"stop_at": (stop or {}).get(rank), "uncached": uncached},
         )
         process.start()
         ranks.append(process)

@@ -142,6 +142,10 @@ def failures_recorded(failure: Path, launched: bool) -> Iterator[None]:
                 json.dump(record, file)
         except FileExistsError:
             raise SystemExit(1) from None
+        except OSError as full:
+            failure.unlink(missing_ok=True)  # rather than half a record
+            log.error("%s could not be written: %s", failure, full)
+            raise error from None
         if mistake and launched:
             raise SystemExit(1) from None
         raise

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from mdc.config import Params
 from mdc.train import checkpoint
+from mdc.train.pulse import MOST
+from mdc.train.work import work_folder
 
 MakeParams = Callable[..., Params]
 OBJECTIVES = ["mdc", "autoregressive", "clip", "siglip"]
@@ -76,8 +78,8 @@ def test_a_training_goes_on_with_other_ranks_and_the_other_strategy(
     runs, model = tmp_path / "runs", tmp_path / "parts"
     (alone,) = train_on(1, params("ddp", 0), shards, tmp_path / "one", runs)
     parts = [
-        train_on(2, params(first[0], 2), shards, model, runs, stop_at=3, uncached=True),
-        train_on(2, params(other, 0), shards, model, runs, stop_at=6),
+        train_on(2, params(first[0], 2), shards, model, runs, stop={0: 3, 1: 3}, uncached=True),
+        train_on(2, params(other, 0), shards, model, runs, stop={0: 6}),
         train_on(1, params(other, 0), shards, model, runs),
     ]
     assert [record.exit for records in parts for record in records] == [128 + signal.SIGTERM] * 4 + [None]
@@ -97,3 +99,18 @@ def test_a_training_goes_on_with_other_ranks_and_the_other_strategy(
     weights, wanted_weights = (load_file(folder / checkpoint.WEIGHTS) for folder in (model, tmp_path / "one"))
     for name, tensor in wanted_weights.items():
         torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0)
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_update_soon(
+    tmp_path: Path, shards: Path, small_params: MakeParams
+) -> None:
+    """They agree far less often than after each update, and yet within so many as take no time."""
+    params = small_params(steps=1000, log_every=1000, validate_every=1000, decoder_depth=1)
+    records = train_on(2, params, shards, tmp_path / "model", tmp_path / "runs", stop={1: 100})
+    assert [record.exit for record in records] == [128 + signal.SIGTERM] * 2
+    updates = [len(record.rates) for record in records]
+    assert updates[0] == updates[1]
+    assert 101 <= updates[0] <= 101 + MOST
+    assert all(record.asked < 50 for record in records)
+    (newest,) = checkpoint.step_folders(work_folder(params, shards, tmp_path / "runs"))
+    assert newest.name == f"step-{updates[0]:08d}"

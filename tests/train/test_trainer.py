@@ -159,6 +159,31 @@ def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(
     assert_same_curve(tmp_path / "resumed", tmp_path / "straight", tolerance=1e-6)
 
 
+@pytest.mark.parametrize(("minutes", "expected"), [(0.0, [3, 4, 6, 8]), (1e-9, [1, 2, 3, 4, 5, 6, 7, 8])])
+def test_checkpoints_come_by_steps_and_by_the_clock_and_some_stay_for_good(
+    tmp_path: Path,
+    shards: Path,
+    small_params: MakeParams,
+    monkeypatch: pytest.MonkeyPatch,
+    minutes: float,
+    expected: list[int],
+) -> None:
+    saved: list[int] = []
+    save = checkpoint.Store.save
+
+    def noted(store: checkpoint.Store, snapshot: checkpoint.Snapshot) -> Path:
+        saved.append(snapshot.step)
+        return save(store, snapshot)
+
+    monkeypatch.setattr(checkpoint.Store, "save", noted)
+    params = small_params(checkpoint_every=4, keep_every=3, checkpoint_minutes=minutes)
+    train(params, shards, tmp_path / "model", tmp_path / "runs")
+    assert saved == expected
+    (kept,) = (tmp_path / "runs").glob("kept-*")
+    assert [folder.name for folder in checkpoint.step_folders(kept)] == ["step-00000006", "step-00000003"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["cost.json", kept.name]
+
+
 def test_other_data_or_parameters_start_afresh_and_say_so(
     tmp_path: Path,
     shards: Path,
