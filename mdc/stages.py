@@ -13,7 +13,7 @@ from typing import Any
 from mdc.config import STAGES as NAMES
 from mdc.config import Params, PathParams, choose
 from mdc.errors import UserError
-from mdc.files import MANIFEST, READ_UP_TO, damage, fingerprint, read_json, read_manifest
+from mdc.files import MANIFEST, damage, fingerprint, read_json, read_manifest
 from mdc.processes import end_children, only_writer, raise_on_sigterm
 
 LOCK_PATIENCE_S = 5.0
@@ -106,14 +106,14 @@ class Stage:
     run: Callable[[Params, Folders], None]
     output: Callable[[Folders], Path]  # the one folder it makes
     reads: tuple[str, ...] = ()  # the stages whose folders it reads
-    preflight: bool = False  # whether it compares their contents itself, where compute.preflight asks for it
+    unread: tuple[str, ...] = ()  # endings of their files whose contents it compares itself, in its preflight
 
 
 STAGES: dict[str, Stage] = {
     "download": Stage(_download, lambda at: at.downloaded),
     "caption": Stage(_caption, lambda at: at.captions, ("download",)),
     "shard": Stage(_shard, lambda at: at.shards, ("download", "caption")),
-    "pretrain": Stage(_pretrain, lambda at: at.model, ("shard",), preflight=True),
+    "pretrain": Stage(_pretrain, lambda at: at.model, ("shard",), unread=(".tar",)),
     "extract": Stage(_extract, lambda at: at.features, ("shard", "pretrain")),
     "evaluate": Stage(_evaluate, lambda at: at.evaluation, ("shard", "pretrain", "extract")),
     "report": Stage(_report, lambda at: at.report, ("download", "caption", "shard", "pretrain", "extract", "evaluate")),
@@ -123,11 +123,11 @@ assert tuple(STAGES) == NAMES
 
 def _check_inputs(stage: Stage, params: Params, at: Folders) -> None:
     """Raise UserError where a folder that the stage reads is missing or is not as it was written."""
-    read_up_to = 0 if stage.preflight and params.compute.preflight else READ_UP_TO  # nothing is read twice
+    unread = stage.unread if params.compute.preflight else ()  # nothing large is read twice
     for name in stage.reads:
         folder = STAGES[name].output(at)
         read_manifest(folder, made_by=name)
-        if problem := damage(folder, read_up_to):
+        if problem := damage(folder, unread=unread):
             raise UserError(
                 f"{folder} is damaged: {problem}; bring it back with `dvc checkout`, or run `mdc stage {name}`"
             )
