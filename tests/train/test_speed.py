@@ -1,15 +1,20 @@
 """Where the time goes, against a clock of the test's own."""
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from mdc.config import ComputeParams
-from mdc.data.loader import Batch
-from mdc.train import speed
+from mdc.config import ComputeParams, Params
+from mdc.data.loader import Batch, ShardDataset
+from mdc.files import read_json
+from mdc.train import speed, trainer
 from mdc.train.speed import Advice, Meter, StepFlops, Work
 
 
@@ -179,3 +184,26 @@ def test_free_cores_are_those_of_no_rank_and_no_loader(monkeypatch: pytest.Monke
     assert speed.free_cores(ComputeParams(workers=3), torch.device("cuda")) == 16 - 2 * (1 + 3)
     assert speed.free_cores(ComputeParams(workers=3), torch.device("cpu")) == 16 - 2 * (4 + 3)
     assert speed.free_cores(ComputeParams(workers=9), torch.device("cpu")) == 0
+
+
+def test_a_training_that_waits_for_data_says_so(
+    tmp_path: Path,
+    shards: Path,
+    small_params: Callable[..., Params],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Pictures are not kept in memory, and each takes long to decode."""
+    decode = ShardDataset._decode
+
+    def slowly(dataset: ShardDataset, data: memoryview) -> Any:
+        time.sleep(0.02)
+        return decode(dataset, data)
+
+    monkeypatch.setattr(ShardDataset, "_decode", slowly)
+    monkeypatch.setattr(trainer, "ShardDataset", partial(ShardDataset, cache_bytes=0))
+    trainer.train(small_params(validate_every=100), shards, tmp_path / "model", tmp_path / "runs")
+    told = [record.getMessage() for record in caplog.records if "waiting for data" in record.getMessage()]
+    assert len(told) == 1
+    assert "most of it decoding" in told[0]
+    assert read_json(tmp_path / "runs" / "cost.json")["time"]["data"] > 0.1
