@@ -19,8 +19,6 @@ from mdc.data.loader import Batch, ShardDataset
 from mdc.objectives import TextImage
 from mdc.train import strategy, trainer
 
-PATIENCE_S = 120
-
 
 @dataclass
 class Record:
@@ -94,6 +92,7 @@ def train_on(
     runs: Path,
     stop: dict[int, int] | None = None,
     uncached: bool = False,
+    patience_s: float = 120,
 ) -> list[Record]:
     """Train on `world` ranks; what each of them saw.
 
@@ -115,7 +114,7 @@ def train_on(
         process.start()
         ranks.append(process)
     for process in ranks:
-        process.join(PATIENCE_S)
+        process.join(patience_s)
     assert [process.exitcode for process in ranks] == [0] * world
     return [Record(**torch.load(result, weights_only=False)) for result in results]
 

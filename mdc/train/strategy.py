@@ -42,16 +42,16 @@ def prepare_layers(model: nn.Module, compute: ComputeParams) -> None:
 
 
 def spread(model: nn.Module, strategy: str, device: torch.device, bf16: bool) -> nn.Module:
-    """What the loop calls in place of `model`, which lies on `device` and is the same on every rank.
+    """Bring `model`, the same on every rank, to `device`; returns what the loop calls in its place.
 
-    FSDP shards every layer on its own and what is left of the model as one more, so that a rank holds one layer whole
-    at a time. With bf16 the layers' weights travel in bfloat16, gradients in float32; which operation computes in
-    what is left to autocast, as with DDP. Parameters without gradients (averages) are sharded the same way.
+    FSDP shards every layer on its own and what is left of the model as one more, so that a device holds one layer
+    whole at a time, from the start. With bf16 the layers' weights travel in bfloat16, gradients in float32; which
+    operation computes in what is left to autocast, as with DDP. Parameters without gradients (averages) are sharded
+    the same way.
     """
-    if dist.world_size() == 1:
-        return model
-    if strategy == "ddp":
-        if not any(parameter.requires_grad for parameter in model.parameters()):
+    if dist.world_size() == 1 or strategy == "ddp":
+        model.to(device)
+        if dist.world_size() == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         return DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
     mesh = init_device_mesh(device.type, (dist.world_size(),))

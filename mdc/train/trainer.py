@@ -111,7 +111,7 @@ class Trainer:
     def _spread(self, model: nn.Module) -> nn.Module:
         compute = self.params.compute
         strategy.prepare_layers(model, compute)
-        return strategy.spread(model.to(self.device), compute.strategy, self.device, self._bf16())
+        return strategy.spread(model, compute.strategy, self.device, self._bf16())
 
     def look(self, output: Path) -> list[str]:
         """What `preflight` finds that needs the model; raises UserError as it does."""

@@ -1,3 +1,4 @@
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,15 @@ import torch
 from torch import nn
 
 from mdc.config import PretrainParams
-from mdc.train.optim import build_optimizer, decayed, learning_rate, scale_and_clip
+from mdc.train.optim import (
+    build_optimizer,
+    decayed,
+    learning_rate,
+    optimizer_state,
+    restore_optimizer,
+    scale_and_clip,
+)
+from mdc.train.strategy import host_copy
 
 
 def test_learning_rate_rises_to_its_peak_and_falls_to_nothing() -> None:
@@ -49,3 +58,27 @@ def test_gradients_are_scaled_and_then_clipped() -> None:
     assert weights[1].grad.tolist() == pytest.approx([0.8])
     assert float(scale_and_clip(weights, torch.tensor(0.5), max_norm=1.0)) == pytest.approx(0.5, rel=1e-4)
     assert weights[1].grad.tolist() == pytest.approx([0.4], rel=1e-4)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_adamw_goes_on_from_what_it_remembers_fused_or_not(tiny_model: Callable[..., Any], fused: bool) -> None:
+    def update(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+    hyper = PretrainParams.model_validate({})
+    model = tiny_model("siglip")
+    optimizer = build_optimizer(model, hyper, fused=True)
+    update(model, optimizer, seed=0)
+    remembered = host_copy(optimizer_state(optimizer), keep=True)
+    other = copy.deepcopy(model)
+    taken_up = build_optimizer(other, hyper, fused=fused)
+    restore_optimizer(taken_up, remembered)
+    assert taken_up.param_groups[0]["fused"] == fused
+    update(model, optimizer, seed=1)
+    update(other, taken_up, seed=1)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-6, rtol=0)
+    assert remembered[0]["step"] == 1, "the copy is left as it was"

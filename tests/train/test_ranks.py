@@ -1,6 +1,7 @@
 """One training, whatever shares the work: ranks, strategies, micro-batches, loader processes, and interruptions."""
 
 import csv
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -114,3 +115,35 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_update_soon(
     assert all(record.asked < 50 for record in records)
     (newest,) = checkpoint.step_folders(work_folder(params, shards, tmp_path / "runs"))
     assert newest.name == f"step-{updates[0]:08d}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_shards_that_are_compiled_and_computed_again_give_the_same_training(
+    tmp_path: Path, shards: Path, small_params: MakeParams
+) -> None:
+    (alone,) = train_on(1, small_params(**SMALL), shards, tmp_path / "one", tmp_path / "runs")
+    for strategy in ("ddp", "fsdp"):
+        compute = {"strategy": strategy, "compile": True, "activation_checkpointing": True}
+        records = train_on(
+            2, small_params(**SMALL, compute=compute), shards, tmp_path / strategy, tmp_path / "runs", patience_s=280
+        )
+        assert_same(tmp_path / strategy, records, tmp_path / "one", alone)
+
+
+def test_shards_in_bfloat16_lose_no_more_than_the_whole_in_bfloat16(
+    tmp_path: Path, shards: Path, small_params: MakeParams
+) -> None:
+    """The weights of layers travel rounded, and computing rounds them anyway; what is remembered stays in float32."""
+    norms = {}
+    for precision, strategy in (("fp32", "ddp"), ("bf16", "ddp"), ("bf16", "fsdp")):
+        params = small_params(**SMALL, compute={"precision": precision, "strategy": strategy})
+        model = tmp_path / f"{precision}-{strategy}"
+        records = train_on(2, params, shards, model, tmp_path / "runs")
+        norms[precision, strategy] = records[0].norms
+        assert {tensor.dtype for tensor in load_file(model / checkpoint.WEIGHTS).values()} == {torch.float32}
+        assert {gradient.dtype for gradient in records[0].gradients[0].values()} == {torch.float32}
+    whole, shards_, exact = norms["bf16", "ddp"], norms["bf16", "fsdp"], norms["fp32", "ddp"]
+    assert whole != exact
+    assert whole == pytest.approx(exact, rel=0.05)
+    assert shards_ == pytest.approx(whole, rel=0.02)
