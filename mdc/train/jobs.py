@@ -118,11 +118,8 @@ class SlurmJob(Job):
             "gpus-per-node": 0 if compute.device == "cpu" else compute.processes,
         }
         given = [f"--{name}={value}" for name, value in options.items() if value]
-        answer = _call(["sbatch", "--parsable", *given, *asked.options, asked.script, *map(str, self._arguments())])
-        return answer.strip().partition(";")[0]
-
-    def _arguments(self) -> tuple[Path, Path]:
-        return self.parameters, self.result
+        script = [asked.script, str(self.parameters), str(self.result)]
+        return _call(["sbatch", "--parsable", *given, *asked.options, *script]).strip().partition(";")[0]
 
     def state(self, job: str) -> State:
         try:
@@ -174,11 +171,16 @@ class KubernetesJob(Job):
             raise UserError(f"compute.kubernetes.manifest {path} does not exist") from None
 
     def find(self) -> str:
-        known = self._kubectl("get", "job", self.name, "--ignore-not-found", "--output", "name").strip()
-        if known and self.state(self.name).over:
-            self.cancel(self.name)
-            known = ""
-        return self.name if known else ""
+        while known := self._kubectl("get", "job", self.name, "--ignore-not-found", "--output", "json").strip():
+            job = json.loads(known)
+            if "deletionTimestamp" in job["metadata"]:
+                _say(f"waiting for the end of job {self.name}")  # its pods may still save a checkpoint
+                time.sleep(POLL_S)
+            elif kubernetes_state(job).over:
+                self.cancel(self.name)
+            else:
+                return self.name
+        return ""
 
     def submit(self) -> str:
         self._kubectl("apply", "--filename", "-", stdin=self.manifest())
@@ -192,7 +194,8 @@ class KubernetesJob(Job):
         return kubernetes_state(json.loads(shown)) if shown.strip() else State("deleted", over=True, cancelled=True)
 
     def cancel(self, job: str) -> None:
-        self._kubectl("delete", "job,service", job, "--ignore-not-found", "--wait=false")
+        """The job is there until its pods have ended."""
+        self._kubectl("delete", "job,service", job, "--ignore-not-found", "--cascade=foreground", "--wait=false")
 
     def keep_log(self, job: str) -> None:
         """Follow the first pod. The command ends with its pod, and fails while there is none."""
@@ -201,7 +204,7 @@ class KubernetesJob(Job):
             command = ["kubectl", "--namespace", self.params.compute.kubernetes.namespace, "logs", "--follow"]
             with self.log.open("ab") as file:
                 self.logs = subprocess.Popen(
-                    tied([*command, "--selector", selector, f"--since={2 * POLL_S:.0f}s"]),
+                    tied([*command, "--selector", selector, "--tail=-1", f"--since={2 * POLL_S:.0f}s"]),
                     stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.DEVNULL,
                 )  # fmt: skip
 
@@ -234,23 +237,23 @@ def run_as_job(params: Params, work: Path, output: Path, close_tracking: Callabl
     or KeyboardInterrupt when told to end, which cancels the job. But if this process is ended because its parent is
     gone, the job goes on, and the next run follows it.
     """
-    job, parent = JOBS[params.compute.launcher](params, work), os.getppid()
+    job, parent, number = JOBS[params.compute.launcher](params, work), os.getppid(), ""
     if not (job.result / files.MANIFEST).is_file():
-        number = job.find()
         start = _size(job.log)
-        if number:
-            _say(f"job {number} is under way; following it (log: {job.log})")
-        else:
-            shutil.rmtree(job.result, ignore_errors=True)
-            files.write_json(job.parameters, params.model_dump())
-            number = job.submit()
-            _say(f"job {number} started (log: {job.log})")
         try:
+            number = job.find()
+            if number:
+                _say(f"job {number} is under way; following it (log: {job.log})")
+            else:
+                shutil.rmtree(job.result, ignore_errors=True)
+                files.write_json(job.parameters, params.model_dump())
+                number = job.submit()
+                _say(f"job {number} started (log: {job.log})")
             state, last_error = _follow(job, number, start)
         except (KeyboardInterrupt, Terminated):
             if os.getppid() != parent:
-                _say(f"what started this is gone; job {number} goes on, and the same command follows it")
-            else:
+                _say("what started this is gone; a job that is under way goes on, and the same command follows it")
+            elif number := number or job.find():
                 _cancel(job, number)
                 close_tracking("KILLED")
             raise
@@ -261,7 +264,7 @@ def run_as_job(params: Params, work: Path, output: Path, close_tracking: Callabl
             raise _failure(number, state, last_error, job.log)
     with files.whole_folder(output) as temporary:
         shutil.copytree(job.result, temporary, dirs_exist_ok=True)
-    shutil.rmtree(job.folder)
+    shutil.rmtree(job.result)
 
 
 def _failure(number: str, state: State, last_error: str, log_file: Path) -> Exception:

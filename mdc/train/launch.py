@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 TARGET = "mdc.train"  # the module that each rank runs
 SHUTDOWN_S = 60  # for ranks to save a checkpoint after SIGTERM
+MEETINGS = 10  # in a row that may break off before they count as a failure
 REPEATING = ("FloatingPointError", "OutOfMemoryError")  # the same batch would do it again
 
 
@@ -80,12 +81,13 @@ def _written(output: Path) -> int:
 
 def _persevere(params: Params, work: Path, attempt: Callable[[], Exception | None], done: Callable[[], bool]) -> None:
     """Try until there is a result, which may come about on another host, for as long as `compute.restarts` lets."""
-    failures, saved = 0, _newest_step(work)
+    failures, lost, saved = 0, 0, _newest_step(work)
     while (cause := attempt()) is not None and not done():
-        if isinstance(cause, MeetingLost):
+        if isinstance(cause, MeetingLost) and lost < MEETINGS:
+            lost += 1
             log.warning("%s; going back to the meeting place", cause)
             continue
-        newest = _newest_step(work)
+        lost, newest = 0, _newest_step(work)
         failures = 1 if newest > saved else failures + 1
         saved = newest
         repeats = isinstance(cause, UserError) or any(f": {kind}:" in str(cause) for kind in REPEATING)
@@ -113,6 +115,8 @@ def _try(params: Params, work: Path, command: Sequence[str], place: MeetingPlace
         options = ["--nnodes", str(params.compute.hosts), "--rdzv-backend", "c10d", "--rdzv-endpoint", place.endpoint]
         options += ["--rdzv-id", f"{work.name}-{number}", "--local-addr", place.address]
         options += ["--rdzv-conf", f"is_host=0,join_timeout={params.compute.rendezvous_timeout:.0f}"]
+    if place is None or place.own is not None:  # one host does it for all
+        (work / FAILURE).unlink(missing_ok=True)
     cause: Exception
     try:
         _torchrun(params.compute.processes, [*options, *command])
@@ -126,7 +130,8 @@ def _try(params: Params, work: Path, command: Sequence[str], place: MeetingPlace
             f"{params.compute.rendezvous_timeout:g} s; the output on each of them says more"
         ) from None
     except (RendezvousError, DistError) as error:
-        cause = MeetingLost(f"the hosts' meeting broke off ({type(error).__name__}: {str(error).splitlines()[0]})")
+        kind = MeetingLost if place is not None else TrainingFailed
+        cause = kind(f"the meeting of the hosts broke off ({type(error).__name__}: {str(error).splitlines()[0]})")
     except SignalException as stopped:
         _close_tracking(params, work, "KILLED")
         raise KeyboardInterrupt if stopped.sigval == signal.SIGINT else Terminated from None

@@ -200,7 +200,7 @@ def test_a_job_that_is_preempted_and_requeued(params: Params, small_params: Make
     assert said.count("taken up again at step") == 2
     assert "pretrain: wrote outputs/model" in said
     assert re.search(r"pretrain: +\d+%\|", said), "the progress bar is passed on"
-    assert not list(Path("runs").glob("job-*"))
+    assert not (work.with_name(f"job-{work.name}") / "model").exists()
     assert_weights_of_an_undisturbed_run(Path("outputs/model"), small_params)
 
 
