@@ -52,7 +52,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[int, dict[st
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     laid_out = {
         number: {
-            name: value if value.ndim == 0 else placed(value, parameters[number]).clone()
+            name: (value if value.ndim == 0 else placed(value, parameters[number])).clone()
             for name, value in values.items()
         }
         for number, values in state.items()
