@@ -159,14 +159,43 @@ def doctor(params: ParamsFile = Path("params.yaml")) -> None:
 
 @app.command()
 def caption(
-    images: list[Path],
+    images: Annotated[
+        list[Path] | None, typer.Argument(help="Pictures; with --references, the folder of them.")
+    ] = None,
     model: Checkpoint = MODEL,
     length: Annotated[int, typer.Option(help="Tokens, the end token included.")] = 8,
     seed: int = 0,
+    references: Annotated[Path | None, typer.Option(help="True captions, in a file of COCO's kinds.")] = None,
+    lengths: Annotated[
+        str, typer.Option(help="With --references: lengths to score, with commas between.")
+    ] = "10,15,20",
+    limit: Annotated[int, typer.Option(min=1, help="With --references: the first so many pictures.")] = 1000,
+    out: Output = None,
 ) -> None:
-    """Write a caption for each picture."""
-    for image, text in zip(images, _captioner(model).caption(images, length=length, seed=seed), strict=True):
-        typer.echo(f"{image}\t{text}")
+    """Write a caption for each picture; with --references, score such captions by CIDEr, BLEU and ROUGE-L."""
+    loaded = _captioner(model)
+    if references is None:
+        if not images:
+            raise UserError("name pictures, or a file of true captions by --references and the folder of its pictures")
+        for image, text in zip(images, loaded.caption(images, length=length, seed=seed), strict=True):
+            typer.echo(f"{image}\t{text}")
+        return
+    from mdc.eval.commands import SHOWN, caption_all, captions_page, write_results
+    from mdc.eval.references import read_references
+    from mdc.eval.tables import caption_table, show
+
+    if not images or len(images) != 1:
+        raise UserError("with --references give one folder, which holds the pictures")
+    found = read_references(references, images[0], limit=limit)
+    wanted = [int(each) for each in lengths.split(",")]
+    results = caption_all(loaded.loaded, loaded.see, found, wanted, seed)
+    show(caption_table(results))
+    if out is not None:
+        shown = found[:SHOWN]
+        written = loaded.caption([each.picture.open() for each in shown], length=wanted[-1], seed=seed)
+        facts = {"model": model, "fingerprint": loaded.fingerprint, "file": references.name, "seed": seed}
+        write_results(out, results, facts, captions_page(shown, written, f"Captions by {model}"))
+        typer.echo(f"Tables and pictures: {out}")
 
 
 @app.command()
@@ -217,6 +246,126 @@ def compositional(
     if out is not None:
         write_answers(out, answers, facts)
         typer.echo(f"Tables and single scores: {out}")
+
+
+Labelled = Annotated[
+    str, typer.Argument(help="imagefolder:PATH, torchvision:NAME@ROOT or webdataset:PATH, with labels.")
+]
+
+
+@app.command()
+def probe(
+    data: Labelled,
+    model: Annotated[list[str] | None, typer.Option("--model", help="One as elsewhere, or several to compare.")] = None,
+    shots: Annotated[str, typer.Option(help="Few-shot probes: pictures per class in all, with commas between.")] = "",
+    seeds: Annotated[int, typer.Option(min=1, help="Repetitions behind the intervals.")] = 3,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training features.")] = 30,
+    learning_rates: Annotated[str, typer.Option(help="Of Adam, with commas between.")] = "0.003,0.01,0.03",
+    weight_decays: Annotated[
+        str, typer.Option(help="L2 penalties, with commas between.")
+    ] = "1e-7,1e-6,1e-5,1e-4,1e-3,1e-2,0.1,1",
+    poolings: Annotated[str, typer.Option(help="Of patches, with commas between: mean, max; for our models.")] = "mean",
+    layer: Annotated[
+        int | None, typer.Option(help="Block of the encoder, from 0, or -1 the last; for our models.")
+    ] = None,
+    floors: Annotated[bool, typer.Option(help="Also raw pixels and the untrained encoder.")] = True,
+    cache: Annotated[Path, typer.Option(help="Where features are kept.")] = Path("runs/features"),
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    seed: int = 0,
+    out: Output = None,
+) -> None:
+    """How well a linear classifier reads classes off frozen features; also few-shot and nearest neighbours."""
+    from mdc import dist
+    from mdc.compared import encoders_of
+    from mdc.eval.commands import probe_all, write_results
+    from mdc.eval.labelled import open_labelled
+    from mdc.eval.probe import Grid
+    from mdc.eval.probing import Options
+    from mdc.eval.tables import probe_table, show
+
+    models, labelled, chosen = model or [MODEL], open_labelled(data), dist.pick_device(device)
+    grid = Grid(_numbers(learning_rates), _numbers(weight_decays), epochs, holdout=0.2)
+    options = Options(grid, seeds, seed, [int(number) for number in _numbers(shots)])
+    with dist.process_group(chosen, timeout_s=3600):
+        encoders = encoders_of(models, _names(poolings), layer, floors, chosen, seed)
+        results = probe_all(encoders, labelled, options, cache, chosen)
+    if dist.rank() == 0:
+        show(probe_table(results))
+        for warning in results["warnings"]:
+            typer.echo(f"warning: {warning}", err=True)
+        if out is not None:
+            write_results(out, results, {"models": models, "seed": seed, "grid": [grid.cells, epochs]})
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(number) for number in _names(text)]
+    except ValueError:
+        raise UserError(f"{text!r} is no list of numbers with commas between") from None
+
+
+@app.command()
+def retrieve(
+    references: Annotated[Path, typer.Argument(help="Captions, in a file of COCO's kinds.")],
+    images: Annotated[Path, typer.Option(help="Folder with the pictures.")],
+    model: AnyModel = MODEL,
+    scorer: Annotated[str, typer.Option(help="Empty = the one that fits the model best.")] = "",
+    draws: Annotated[int, typer.Option(min=2, help="Of the scorer mc: masks per caption.")] = 32,
+    limit: Annotated[int, typer.Option(min=1, help="The first so many pictures.")] = 1000,
+    seed: int = 0,
+    out: Output = None,
+) -> None:
+    """Find texts for pictures and pictures for texts: recall at 1, 5 and 10, with PMI and chance."""
+    from mdc.eval import commands
+    from mdc.eval.references import read_references
+    from mdc.eval.tables import retrieval_table, show
+
+    loaded, wanted = _comparer(model, scorer)
+    results = commands.retrieve(loaded, read_references(references, images, limit=limit), wanted[0], draws, seed)
+    show(retrieval_table(results))
+    if out is not None:
+        facts = {
+            "model": model,
+            "fingerprint": loaded.fingerprint,
+            "file": references.name,
+            "draws": draws,
+            "seed": seed,
+        }
+        commands.write_results(out, results, facts)
+
+
+@app.command()
+def zeroshot(
+    data: Labelled,
+    model: AnyModel = MODEL,
+    classes: Annotated[
+        Path | None, typer.Option(help="File with a name for each class, a line each, in order.")
+    ] = None,
+    template: Annotated[list[str] | None, typer.Option(help="With {} for the class; several are averaged.")] = None,
+    scorer: Annotated[str, typer.Option(help="Empty = the one that fits the model best.")] = "",
+    draws: Annotated[int, typer.Option(min=2, help="Of the scorer mc: masks per caption.")] = 32,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first so many test pictures.")] = None,
+    seed: int = 0,
+    out: Output = None,
+) -> None:
+    """Tell the class of test pictures by the classes' names alone, with PMI and the blind answer beside it."""
+    from mdc.eval import commands
+    from mdc.eval.labelled import open_labelled
+    from mdc.eval.tables import show, zero_shot_table
+
+    loaded, wanted = _comparer(model, scorer)
+    labelled, templates = open_labelled(data), template or ["a photo of a {}"]
+    names = classes.read_text(encoding="utf-8").split("\n") if classes is not None else labelled.classes
+    names = [name for name in names if name.strip()]
+    results = commands.zero_shot(loaded, labelled, names, templates, wanted[0], draws, seed, limit)
+    show(zero_shot_table(results))
+    if out is not None:
+        facts = {"model": model, "fingerprint": loaded.fingerprint, "templates": templates, "seed": seed}
+        commands.write_results(out, results, facts)
 
 
 Index = Annotated[Path, typer.Option("--index", help="Folder of the index.")]
@@ -285,6 +434,85 @@ def export(
 
     export_encoder(loaded_model(model), out, onnx)
     typer.echo(f"{out}: see README.md there for how to open it")
+
+
+data = typer.Typer(help="What the pairs are, and where they lie.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
+
+@data.command("stats")
+def data_stats(params: ParamsFile = Path("params.yaml")) -> None:
+    """Show what became of the list: coverage, reasons, hosts, sizes, lengths and duplicates."""
+    from rich.console import Console
+
+    from mdc.config import load_params
+    from mdc.data.stats import read_stats
+    from mdc.report.data_tables import data_tables, duplicate_sentence
+    from mdc.report.tables import terminal
+    from mdc.stages import Folders
+
+    at = Folders.of(load_params(params).paths)
+    stats = read_stats(at.downloaded, at.captions, at.shards)
+    console = Console()
+    for table in data_tables(stats):
+        console.print(terminal(table))
+    if stats.duplicates:
+        console.print(duplicate_sentence(stats))
+
+
+@data.command("retry")
+def data_retry(params: ParamsFile = Path("params.yaml")) -> None:
+    """Ask again for pictures that failed for a reason that may pass (timeout, 429, 5xx, ...), and for no others.
+
+    With DVC, `dvc commit download` then says that the new folder is meant, or use `dvc repro --force download`.
+    """
+    from mdc.config import load_params
+    from mdc.data.download import settings
+    from mdc.files import read_manifest
+    from mdc.stages import Folders, run_stage
+
+    given = load_params(params)
+    folder = Folders.of(given.paths).downloaded
+    before = read_manifest(folder, made_by="download")
+    if before["inputs"].get("identity", {}).get("settings") != settings(given.download):
+        raise UserError(f"{folder} was downloaded with other parameters; `mdc stage download` starts anew")
+    run_stage("download", given)
+    counts = [manifest["counts"] for manifest in (before, read_manifest(folder, made_by="download"))]
+    came = counts[1]["ok"] - counts[0]["ok"]
+    typer.echo(
+        f"{folder}: asked again for {counts[0]['retryable']}, {came} came, {counts[1]['retryable']} may yet come"
+    )
+
+
+@data.command("subset")
+def data_subset(
+    pairs: Annotated[int, typer.Argument(help="Training pairs to take.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to make, as data-5m/shards.")],
+    params: ParamsFile = Path("params.yaml"),
+) -> None:
+    """Write a list of some of the training pairs over the same shards, which are not copied.
+
+    The same pairs as `pretrain.data_share` takes. Smaller subsets lie within larger ones.
+    """
+    from mdc.config import load_params
+    from mdc.data.subset import write_subset
+    from mdc.stages import Folders, check_output
+
+    check_output(folder)
+    counts = write_subset(Folders.of(load_params(params).paths).shards, pairs, folder)
+    typer.echo(f"{folder}: {', '.join(f'{split} {count}' for split, count in counts.items())}")
+
+
+@data.command("fetch")
+def data_fetch(params: ParamsFile = Path("params.yaml")) -> None:
+    """Copy shards that lie at a URL (`shard.target`) to this machine, where training reads them."""
+    from mdc.config import load_params
+    from mdc.data.shards import read_index
+    from mdc.data.storage import fetch
+    from mdc.stages import Folders
+
+    shards = Folders.of(load_params(params).paths).shards
+    typer.echo(f"{fetch(shards, read_index(shards), typer.echo)}: all shards are here")
 
 
 def main() -> None:

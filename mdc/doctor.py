@@ -1,9 +1,11 @@
 """What `mdc doctor` looks at, and the one check that must come before Prefect is imported."""
 
 import importlib.metadata
+import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from mdc.files import MANIFEST, read_json, sha256
 PACKAGES = ("torch", "timm", "transformers", "tokenizers", "img2dataset", "webdataset", "faiss-cpu", "mlflow", "dvc")
 PORTS = {"PREFECT_PORT": 4200, "MLFLOW_PORT": 5000}
 DISK_GB = 5.0  # free space that the sample's whole pipeline takes with room to spare
+LISTED = 5  # missing files named in one line
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def check_backport() -> None:
 
 def examine(params: Params) -> list[Finding]:
     """Check the installation, then the outputs of every stage."""
-    return [*_installation(), *_ports(), _disk(), *_outputs(params)]
+    return [*_installation(), *_ports(), _disk(), *_outputs(params), *_storage(params), *_versions()]
 
 
 def _installation() -> list[Finding]:
@@ -101,3 +104,43 @@ def _output(stage: str, folder: Path) -> Finding:
         bad = ", ".join([f"{name} is missing" for name in lost] + [f"{name} has changed" for name in changed])
         return Finding(False, f"{stage}: {folder}: {bad}; run `dvc checkout {folder}`, or `dvc repro -f {stage}`")
     return Finding(True, f"{stage}: {folder}, {len(files)} files as in the manifest")
+
+
+def _storage(params: Params) -> list[Finding]:
+    """Compare the shards that the index names with what lies where they are stored."""
+    from mdc.data.shards import INDEX, read_index
+    from mdc.data.storage import lost, records
+    from mdc.stages import Folders
+
+    folder = Folders.of(params.paths).shards
+    if not (folder / INDEX).is_file():
+        return []
+    try:
+        index = read_index(folder)
+        place, missing = index["location"] or str(folder), lost(folder, index)
+    except UserError as error:
+        return [Finding(False, str(error))]
+    if missing:
+        shown = ", ".join(missing[:LISTED]) + (f" and {len(missing) - LISTED} more" if len(missing) > LISTED else "")
+        return [Finding(False, f"shards at {place}: {shown}; bring them back, or run `dvc repro -f shard`")]
+    return [Finding(True, f"shards at {place}: all {len(records(index))} are there, in their sizes")]
+
+
+def _versions() -> list[Finding]:
+    """Ask DVC whether its cache, and its remote if there is one, hold what dvc.lock names."""
+    if not Path("dvc.lock").is_file() or shutil.which("dvc") is None:
+        return []
+    remotes = subprocess.run(["dvc", "remote", "list"], capture_output=True, text=True).stdout.strip()
+    asked = ["--not-in-remote"] if remotes else []
+    done = subprocess.run(["dvc", "data", "status", "--json", *asked], capture_output=True, text=True)
+    if done.returncode:
+        return [Finding(False, f"`dvc data status` failed: {done.stderr.strip().splitlines()[-1:]}")]
+    status = json.loads(done.stdout)
+    findings = []
+    for key, what, mend in (
+        ("not_in_cache", "DVC's cache lacks", "run `dvc pull`, or `dvc repro`"),
+        ("not_in_remote", "DVC's remote lacks", "run `dvc push`"),
+    ):
+        if missing := status.get(key):
+            findings.append(Finding(False, f"{what} {', '.join(sorted(missing)[:LISTED])}; {mend}"))
+    return findings or [Finding(True, f"DVC's cache{' and remote hold' if remotes else ' holds'} what dvc.lock names")]

@@ -15,7 +15,7 @@ LEAVES = {"config", "dist", "doctor", "draws", "errors", "files", "layouts", "pr
 ALLOWED: dict[str, set[str]] = {
     "config": {"errors", "files", "layouts", "presets"},
     "dist": {"errors"},
-    "doctor": {"config", "errors", "files", "stages"},
+    "doctor": {"config", "data.shards", "data.storage", "errors", "files", "stages"},
     "draws": set(),
     "errors": set(),
     "files": {"errors"},
@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "objectives": LEAVES | {"model"},
     "generate": LEAVES | {"data", "model", "objectives", "train.checkpoint"},
     "train": LEAVES | {"data", "model", "objectives"},
+    "compared": {"api", "eval"},
     "export": LEAVES | {"data", "model", "train.checkpoint"},
     "foreign": LEAVES | {"data", "objectives"},
     "eval": LEAVES | {"data", "generate", "model", "objectives", "train.checkpoint"},
@@ -34,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "api": LEAVES | {"data", "foreign", "generate", "model", "objectives", "train.checkpoint", "train.tracking"},
     "stages": LEAVES | {"data", "eval", "generate", "report", "train"},
     "sweep": LEAVES | {"eval.measures", "stages", "train.tracking", "train.work"},
-    "cli": LEAVES | {"api", "data", "eval", "export", "report", "stages", "sweep"},
+    "cli": LEAVES | {"api", "compared", "data", "eval", "export", "report", "stages", "sweep"},
     "__init__": {"api"},
 }
 # modules that only one place may import

@@ -257,7 +257,7 @@ class ShardDataset(Dataset[tuple[Tensor, list[int], str]]):
         return self.batch(indices, 0, 0, len(indices), 0).images_BCHW
 
     def tokens(self, indices: Rows, pad_id: int, captions_B: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
-        """int64 `[B, L]` filled up with `pad_id`, and the lengths `[B]`; of the first captions, or of those numbered."""
+        """int64 `[B, L]` filled up with `pad_id`, and the lengths `[B]`; of the first captions, or of numbered ones."""
         starts_B, ends_B = self._columns.token_bounds(self._leading(indices) if captions_B is None else captions_B)
         lengths_B = ends_B - starts_B
         positions_L = np.arange(lengths_B.max())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import joblib
+from joblib.externals.loky import get_reusable_executor
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from mdc.config import ComputeParams
@@ -43,3 +44,5 @@ def for_each(function: Callable[..., T], jobs: Iterable[tuple[Any, ...]], comput
             "a worker process was killed, often because memory ran out; run again to continue, with fewer "
             f"compute.data_workers than {compute.data_workers}"
         ) from None
+    finally:
+        get_reusable_executor().shutdown()  # idle workers would keep their memory

@@ -8,7 +8,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-MEMORY = "768MB"  # of DuckDB; the rest of a stage takes about as much again
+MEMORY = "512MB"  # of DuckDB; the rest of a stage takes about as much again
 THREADS = 2  # each takes memory of its own
 BATCH = 50_000  # rows
 

@@ -200,10 +200,11 @@ def terminal_tables(evaluation: Path) -> list[TerminalTable]:
     tables = [probe_table(probe, metrics)] if probe["rows"] else []
     tables += [compositional_table(compositional, metrics)] if compositional["rules"] else []
     tables += [caption_table(captions["scores"])] if "scores" in captions else []
-    return [_terminal(table) for table in tables]
+    return [terminal(table) for table in tables]
 
 
-def _terminal(table: Table) -> TerminalTable:
+def terminal(table: Table) -> TerminalTable:
+    """The table for the terminal."""
     shown = TerminalTable(title=Text(table.caption), title_justify="left", title_style="", box=box.SIMPLE_HEAD)
     columns = list(zip(*table.rows, strict=True))
     for number, (title, cells) in enumerate(zip(table.columns, columns, strict=True)):
