@@ -4,11 +4,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as dist_nn
 from torch import Tensor
 
 from mdc.errors import UserError
@@ -102,7 +101,21 @@ def all_gather(tensor: Tensor) -> Tensor:
     """`[B, ...]` of every rank stacked to `[world * B, ...]` in rank order, with gradient to every rank's part."""
     if world_size() == 1:
         return tensor
-    return torch.cat(list(dist_nn.all_gather(tensor.contiguous())))
+    return _Gather.apply(tensor)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(_context: Any, own: Tensor) -> Tensor:
+        everywhere = own.new_empty(world_size() * len(own), *own.shape[1:])
+        dist.all_gather_into_tensor(everywhere, own.contiguous())
+        return everywhere
+
+    @staticmethod
+    def backward(_context: Any, gradient: Tensor) -> Tensor:
+        own = gradient.new_empty(len(gradient) // world_size(), *gradient.shape[1:])
+        dist.reduce_scatter_tensor(own, gradient.contiguous())
+        return own
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from mdc.train.work import work_folder
 
 MakeParams = Callable[..., Params]
 OBJECTIVES = ["mdc", "autoregressive", "clip", "siglip"]
-SMALL = {"steps": 4, "batch_size": 8, "decoder_depth": 2, "ema_decay": 0.5, "validate_every": 2, "log_every": 2}
+# at a low rate: AdamW makes much of the rounding of small gradients
+SMALL = {"steps": 4, "lr": 0.001, "decoder_depth": 2, "ema_decay": 0.5, "validate_every": 2, "log_every": 2}
 
 
 def curve(model: Path) -> list[dict[str, float]]:
@@ -51,17 +52,20 @@ def test_no_layout_changes_a_training(tmp_path: Path, shards: Path, small_params
     def params(accumulate: int = 1, **compute: Any) -> Params:
         return small_params(**SMALL, objective=objective, accumulate=accumulate, compute=compute)
 
+    layouts = {
+        "mdc": [
+            (1, params(accumulate=2, workers=4)),
+            (2, params(accumulate=2, workers=1, strategy="fsdp")),
+            (4, params(accumulate=2)),
+        ],
+        "autoregressive": [(2, params(accumulate=4, strategy="fsdp", fused_optimizer=False))],
+        "clip": [(2, params()), (4, params(strategy="fsdp"))],
+        "siglip": [(2, params(strategy="fsdp"))],
+    }
     (alone,) = train_on(1, params(), shards, tmp_path / "one", tmp_path / "runs")
-    most = 1 if objective in ("clip", "siglip") else 2
-    layouts = [
-        (1, params(most, workers=4), {"uncached": True}),
-        (2, params(most), {}),
-        (2, params(most, strategy="fsdp", workers=1), {"uncached": True}),
-        (4, params(most, strategy="fsdp", fused_optimizer=False), {}),
-    ]
-    for number, (world, layout, options) in enumerate(layouts):
-        model = tmp_path / f"{number}"
-        records = train_on(world, layout, shards, model, tmp_path / "runs", **options)
+    for number, (world, layout) in enumerate(layouts[objective]):
+        model, uncached = tmp_path / f"{number}", layout.compute.workers > 0
+        records = train_on(world, layout, shards, model, tmp_path / "runs", uncached=uncached)
         assert_same(model, records, tmp_path / "one", alone)
 
 
