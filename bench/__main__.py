@@ -13,6 +13,7 @@ ROWS = {
     "memory": "bench.memory",
     "clip": "bench.clip",
     "growth": "bench.growth",
+    "download": "bench.download",
 }
 THREADS = 2
 
