@@ -14,6 +14,8 @@ ROWS = {
     "clip": "bench.clip",
     "growth": "bench.growth",
     "download": "bench.download",
+    "loader": "bench.loader",
+    "start": "bench.start",
 }
 THREADS = 2
 

@@ -35,6 +35,7 @@ from mdc.errors import UserError
 
 CACHE_BYTES = 2**29  # of decoded pictures kept in memory by each rank
 OPEN_SHARDS = 64  # files that a process keeps open
+READ_OVER = 2**16  # bytes: a gap that is read along, since another read would take longer
 BATCHES_AHEAD = 4  # made in advance by each loader process
 DECODED_AT_ONCE = 256  # pictures, while memory is filled with all of them
 LOOKED_AT_ONCE = 2**20  # samples, where all are gone through
@@ -115,11 +116,11 @@ def _opened(path: Path) -> _Shard:
 
 
 class Run(NamedTuple):
-    """Samples that follow one another in a shard, `first .. last` of the rows of the columns."""
+    """Pictures that follow one another in a shard, so that one read brings them."""
 
     shard: int
-    first: int
-    last: int
+    starts_B: np.ndarray  # bytes from the start of the shard, ascending
+    ends_B: np.ndarray
 
 
 class ShardDataset(Dataset[tuple[Tensor, list[int], str]]):
@@ -154,7 +155,7 @@ class ShardDataset(Dataset[tuple[Tensor, list[int], str]]):
             self._chosen_N = before + np.flatnonzero(within_share(keys_N, share))
         self._shard = lru_cache(maxsize=OPEN_SHARDS)(_opened)
         self._cache_NCHW: np.ndarray | None = None
-        if len(self):
+        if cache_bytes and len(self):
             self._cache_NCHW = self._decode_all(cache_bytes)
 
     def __getstate__(self) -> dict[str, object]:
@@ -294,22 +295,23 @@ class ShardDataset(Dataset[tuple[Tensor, list[int], str]]):
         return indices_B + self._rows_S1[0] if self._chosen_N is None else self._chosen_N[indices_B]
 
     def _runs(self, rows_B: np.ndarray) -> Iterator[Run]:
-        """Cut a batch where the next sample is not the next one of the same shard."""
+        """Cut a batch where the next picture does not follow in the same shard."""
         shards_B = np.searchsorted(self._rows_S1, rows_B, "right") - 1
-        cuts = np.flatnonzero((np.diff(rows_B) != 1) | (np.diff(shards_B) != 0)) + 1
-        for rows, shards in zip(np.split(rows_B, cuts), np.split(shards_B, cuts), strict=True):
-            yield Run(int(shards[0]), int(rows[0]), int(rows[-1]))
+        starts_B = self._columns.image_offset[rows_B]
+        ends_B = starts_B + self._columns.image_bytes[rows_B]
+        gaps = starts_B[1:] - ends_B[:-1]  # captions, and the samples that a share leaves out
+        cuts = np.flatnonzero((gaps < 0) | (gaps > READ_OVER) | (np.diff(shards_B) != 0)) + 1
+        for shards, starts, ends in zip(*(np.split(part, cuts) for part in (shards_B, starts_B, ends_B)), strict=True):
+            yield Run(int(shards[0]), starts, ends)
 
     def _encoded(self, runs: Iterator[Run]) -> Iterator[memoryview]:
         """The encoded pictures of each run, by one read."""
         for run in runs:
-            rows = slice(run.first, run.last + 1)
-            starts = self._columns.image_offset[rows].tolist()
-            ends = [start + size for start, size in zip(starts, self._columns.image_bytes[rows].tolist(), strict=True)]
+            start = int(run.starts_B[0])
             shard = self._shard(self._tars / self._shards[run.shard])
-            data = memoryview(shard.read(starts[0], ends[-1] - starts[0]))
-            for start, end in zip(starts, ends, strict=True):
-                yield data[start - starts[0] : end - starts[0]]
+            data = memoryview(shard.read(start, int(run.ends_B[-1]) - start))
+            for first, end in zip((run.starts_B - start).tolist(), (run.ends_B - start).tolist(), strict=True):
+                yield data[first:end]
 
     def _decoded(self, encoded: Sequence[memoryview], uids: Sequence[str]) -> Tensor:
         """uint8 `[B, C, H, W]`, laid out as the decoder leaves it: all channels of a pixel side by side."""

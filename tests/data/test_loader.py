@@ -1,6 +1,8 @@
 """The batches of a step are the same for any number of ranks, micro-batches and loader processes."""
 
 import io
+import json
+import os
 import pickle
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,8 +14,20 @@ import pytest
 import torch
 from PIL import Image
 
+from mdc.data import loader
 from mdc.data.columns import share_key
-from mdc.data.loader import Batch, ShardDataset, TrainLoader, centre_square, eval_batches, within_share
+from mdc.data.loader import (
+    Batch,
+    EpochOrder,
+    ShardDataset,
+    TrainLoader,
+    block_starts,
+    centre_square,
+    eval_batches,
+    on_device,
+    within_share,
+)
+from mdc.draws import derive_seed
 from mdc.errors import UserError
 
 PAD = 0
@@ -65,9 +79,9 @@ def test_batches_do_not_depend_on_the_layout(
     assert dataset.is_cached == bool(cache)
     parts = []
     for rank in range(world):
-        loader = TrainLoader(dataset, 8, 7, steps, PAD, rank, world, accumulate, workers)
-        mine = list(loader)
-        assert len(mine) == len(loader) == len(steps) * accumulate
+        own = TrainLoader(dataset, 8, 7, steps, PAD, rank, world, accumulate, workers)
+        mine = list(own)
+        assert len(mine) == len(own) == len(steps) * accumulate
         assert [(batch.step, batch.first) for batch in mine] == sorted((batch.step, batch.first) for batch in mine)
         parts += mine
     assert_same(joined(whole), joined(parts))
@@ -139,8 +153,8 @@ def test_wide_pictures_lose_their_sides() -> None:
 
 
 def test_pickled_loaders_go_on(folder: Path) -> None:
-    loader = TrainLoader(ShardDataset(folder, "train"), 8, 7, range(2), PAD)
-    assert pickle.loads(pickle.dumps(loader)).batch(1).uids == loader.batch(1).uids
+    batches = TrainLoader(ShardDataset(folder, "train"), 8, 7, range(2), PAD)
+    assert pickle.loads(pickle.dumps(batches)).batch(1).uids == batches.batch(1).uids
 
 
 def test_mistakes(folder: Path) -> None:
@@ -167,3 +181,203 @@ def test_smaller_shares_lie_within_larger_ones_and_keep_the_order(folder: Path) 
     keys = np.array([share_key(uid) for uid in whole])
     assert within_share(keys[::-1], 0.3).tolist() == within_share(keys, 0.3)[::-1].tolist()
     assert within_share(keys, 1e-9).sum() == 1
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of every read of a shard in this process."""
+    sizes: list[int] = []
+    pread = os.pread
+
+    def counted(file: int, size: int, offset: int) -> bytes:
+        sizes.append(size)
+        return pread(file, size, offset)
+
+    monkeypatch.setattr(os, "pread", counted)
+    return sizes
+
+
+def test_a_block_is_one_read_and_nothing_else(folder: Path, reads: list[int]) -> None:
+    dataset = ShardDataset(folder, "train", cache_bytes=0)
+    rows = pq.read_table(folder / "samples.parquet").to_pandas().set_index("uid")
+    reads.clear()
+    order = EpochOrder(dataset.shard_bounds, 4, 7, 0)
+    places = np.arange(len(dataset))
+    assert sorted(order.samples(places).tolist()) == places.tolist()
+    batch = dataset.batch(order.samples(places), PAD, 0, len(places), 0)
+    of_batch = rows.loc[batch.uids]
+    ends = of_batch["image_offset"] + of_batch["image_bytes"]
+    follows = (of_batch["shard"].shift() == of_batch["shard"]) & (of_batch["json_offset"] > of_batch["image_offset"])
+    follows &= of_batch["image_offset"] > ends.shift()
+    assert len(reads) == (~follows).sum()  # blocks that happen to follow one another are one read too
+    shards = -(-len(dataset) // 8)
+    assert len(reads) <= shards * 3  # eight samples a shard, in at most three blocks of up to four
+    between = 2 * 512 + of_batch["json_bytes"] + 2 * 512  # headers, the caption, and the filling up of both to 512
+    assert sum(reads) <= of_batch["image_bytes"].sum() + between.sum()
+
+
+@pytest.mark.parametrize(("world", "accumulate", "workers"), [(1, 4, 0), (2, 1, 1), (4, 1, 0), (2, 2, 4)])
+def test_blocks_are_the_same_for_any_layout(folder: Path, world: int, accumulate: int, workers: int) -> None:
+    steps = range(3, 9)
+    dataset = ShardDataset(folder, "train", cache_bytes=0)
+    whole = list(TrainLoader(dataset, 8, 7, steps, PAD, block_samples=3))
+    parts = [
+        batch
+        for rank in range(world)
+        for batch in TrainLoader(dataset, 8, 7, steps, PAD, rank, world, accumulate, workers, block_samples=3)
+    ]
+    assert_same(joined(whole), joined(parts))
+    shuffled = list(TrainLoader(dataset, 8, 7, steps, PAD))
+    assert [batch.uids for batch in shuffled] != [batch.uids for batch in whole]
+
+
+def blocks_of(dataset: ShardDataset, size: int, seed: int, positions: np.ndarray) -> int:
+    """How many blocks these places of the endless line touch."""
+    epochs, places = np.divmod(positions, len(dataset))
+    ends = {epoch: EpochOrder(dataset.shard_bounds, size, seed, epoch)._ends_K for epoch in set(epochs.tolist())}
+    return len({(e, int(np.searchsorted(ends[e], p, "right"))) for e, p in zip(epochs.tolist(), places, strict=True)})
+
+
+def test_parts_of_a_block_are_one_read_each(folder: Path, reads: list[int]) -> None:
+    dataset = ShardDataset(folder, "train", cache_bytes=0)
+    for size in (2, 4, 8):
+        for rank in range(8 // size):
+            batches = TrainLoader(dataset, 8, 7, range(4), PAD, rank, 8 // size, block_samples=8)
+            for number in range(len(batches)):
+                places = 8 * number + rank * size + np.arange(size)
+                blocks = blocks_of(dataset, 8, 7, places)
+                reads.clear()
+                batches.batch(number)
+                assert len(reads) <= blocks
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 100])
+def test_every_block_lies_in_one_shard_and_every_sample_in_one_block(size: int) -> None:
+    bounds = np.array([0, 7, 7, 8, 30, 31, 31])
+    seen = set()
+    for epoch in range(20):
+        generator = np.random.Generator(np.random.PCG64(epoch))
+        starts = block_starts(bounds, size, generator)
+        lengths = np.diff(starts, append=bounds[-1])
+        assert starts[0] == 0
+        assert (lengths > 0).all()
+        assert lengths.max() <= size
+        assert set(bounds[:-1][np.diff(bounds) > 0]) <= set(starts)  # none reaches over a shard's end
+        assert len(starts) <= sum(np.ceil(np.diff(bounds) / size) + 1)
+        seen.add(tuple(starts))
+        order = EpochOrder(bounds, size, 1, epoch).samples(np.arange(31))
+        assert sorted(order.tolist()) == list(range(31))
+    assert size == 1 or len(seen) > 1  # the cuts are others in every epoch
+
+
+def test_blocks_of_one_are_a_full_shuffle() -> None:
+    for epoch in range(3):
+        generator = torch.Generator().manual_seed(derive_seed(5, "epoch", epoch))
+        expected = torch.randperm(31, generator=generator).tolist()
+        assert EpochOrder(np.array([0, 8, 16, 31]), 1, 5, epoch).samples(np.arange(31)).tolist() == expected
+
+
+def test_a_share_reads_over_small_gaps_and_not_over_large_ones(
+    folder: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = ShardDataset(folder, "train", cache_bytes=0, share=0.5)
+    whole = ShardDataset(folder, "train")
+    expected = whole.images([whole.uids.index(uid) for uid in dataset.uids])
+    places = range(len(dataset))
+    reads.clear()
+    assert torch.equal(dataset.images(places), expected)
+    few = len(reads)
+    assert few == sum(np.diff(dataset.shard_bounds) > 0)
+    reads.clear()
+    monkeypatch.setattr(loader, "READ_OVER", 3000)  # a caption, but no sample
+    assert torch.equal(dataset.images(places), expected)
+    assert len(reads) > few
+
+
+def test_batches_say_how_long_they_took(folder: Path) -> None:
+    for workers in (0, 1):
+        for batch in TrainLoader(ShardDataset(folder, "train", cache_bytes=0), 8, 7, range(2), PAD, workers=workers):
+            assert batch.read_s > 0
+            assert batch.decode_s > 0
+            moved = batch.to(torch.device("cpu"))
+            assert (moved.read_s, moved.decode_s) == (batch.read_s, batch.decode_s)
+
+
+def test_a_cpu_gets_the_batches_as_they_are(folder: Path) -> None:
+    batches = list(TrainLoader(ShardDataset(folder, "train"), 8, 7, range(3), PAD))
+    moved = list(on_device(iter(batches), torch.device("cpu")))
+    assert [batch.step for batch in moved] == [0, 1, 2]
+    assert all(one.images_BCHW is other.images_BCHW for one, other in zip(moved, batches, strict=True))
+
+
+def test_evaluation_is_the_same_with_any_number_of_workers(folder: Path) -> None:
+    dataset = ShardDataset(folder, "train", cache_bytes=0)
+    expected = list(eval_batches(dataset, 5, PAD))
+    for workers in (1, 4):
+        found = list(eval_batches(dataset, 5, PAD, workers))
+        assert [batch.uids for batch in found] == [batch.uids for batch in expected]
+        assert all(torch.equal(a.images_BCHW, b.images_BCHW) for a, b in zip(found, expected, strict=True))
+
+
+def test_fewer_samples_than_ranks_and_empty_splits_are_refused(folder: Path) -> None:
+    dataset = ShardDataset(folder, "train")
+    few = len(dataset)
+    assert len(list(TrainLoader(dataset, few, 0, range(2), PAD, few - 1, few))) == 2
+    with pytest.raises(UserError, match=rf"'train' has {few} samples for {few + 1} ranks.*fewer ranks"):
+        TrainLoader(dataset, few + 1, 0, range(1), PAD, 0, few + 1)
+    index = json.loads((folder / "index.json").read_text())
+    index["splits"]["test"] = []
+    (folder / "index.json").write_text(json.dumps(index))
+    empty = ShardDataset(folder, "test")
+    assert (len(empty), empty.longest, empty.uids) == (0, 0, [])
+    assert list(eval_batches(empty, 4, PAD)) == []
+    with pytest.raises(UserError, match="'test' has 0 samples for 1 ranks"):
+        TrainLoader(empty, 1, 0, range(1), PAD)
+
+
+def test_a_shard_that_is_damaged_while_it_is_read_is_an_error(folder: Path) -> None:
+    name = json.loads((folder / "index.json").read_text())["splits"]["train"][0]["file"]
+    whole = (folder / name).read_bytes()
+    rows = pq.read_table(folder / "samples.parquet").to_pandas()
+    last = rows[rows["shard"] == name].iloc[-1]
+    damaged = bytearray(whole)
+    damaged[last["image_offset"] : last["image_offset"] + 40] = bytes(40)
+    for data, message in (
+        (b"", f"{name} ends at byte"),
+        (whole[: last["image_offset"] + 9], f"{name} ends at byte {last['image_offset'] + 9}"),
+        (bytes(damaged), f"the picture of '{last['uid']}' in .* is damaged"),
+    ):
+        (folder / name).write_bytes(data)
+        with pytest.raises(UserError, match=message):
+            list(eval_batches(ShardDataset(folder, "train", cache_bytes=0), 8, PAD))
+    (folder / name).unlink()
+    with pytest.raises(UserError, match=f"{name} is missing"):
+        list(eval_batches(ShardDataset(folder, "train", cache_bytes=0), 8, PAD))
+
+
+def test_columns_that_are_cut_off_or_missing_are_an_error(folder: Path) -> None:
+    uids, offsets = folder / "columns" / "uid.uint8", folder / "columns" / "image_offset.int64"
+    uids.write_bytes(uids.read_bytes()[:-1])
+    with pytest.raises(UserError, match="do not fit together"):
+        ShardDataset(folder, "train")
+    offsets.write_bytes(offsets.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"image_offset\.int64 is cut off"):
+        ShardDataset(folder, "train")
+    offsets.unlink()
+    with pytest.raises(UserError, match=r"image_offset\.int64 is missing.*mdc stage shard"):
+        ShardDataset(folder, "train")
+
+
+@pytest.mark.parametrize("subsampling", [0, 2])
+def test_pictures_decode_to_what_pillow_makes_of_them(folder: Path, subsampling: int) -> None:
+    """Of any content and shape; wide ones lose their sides."""
+    dataset = ShardDataset(folder, "train", cache_bytes=0)
+    generator = np.random.Generator(np.random.PCG64(0))
+    for height, width in ((40, 40), (40, 61), (57, 40)):
+        noise = Image.fromarray(generator.integers(0, 255, (9, 7, 3), np.uint8)).resize((width, height))
+        file = io.BytesIO()
+        noise.save(file, "JPEG", quality=90, subsampling=subsampling)
+        with Image.open(file) as image:
+            expected = centre_square(np.asarray(image)).transpose(2, 0, 1)
+        found = dataset._decoded([memoryview(file.getvalue())] * 2, ["a", "b"])
+        assert np.array_equal(found[1].numpy(), expected)

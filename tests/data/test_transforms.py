@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mdc.data.transforms import eval_images, normalise, train_images
+from mdc.data.transforms import _crops, _grid, eval_images, normalise, train_images
 from mdc.draws import Draws
 
 
@@ -25,6 +25,26 @@ def gradients(count: int, size: int) -> Tensor:
 def test_normalisation_spans_minus_one_to_one() -> None:
     assert normalise(torch.tensor([0, 255], dtype=torch.uint8)).tolist() == [-1, 1]
     assert normalise(torch.tensor([51], dtype=torch.uint8)).item() == pytest.approx(51 / 127.5 - 1)
+
+
+def test_any_memory_layout_gives_the_same_numbers() -> None:
+    images = noise(3)
+    side_by_side = images.contiguous(memory_format=torch.channels_last)
+    assert torch.equal(normalise(side_by_side), normalise(images))
+    assert normalise(side_by_side).is_contiguous()
+    draws = [Draws.at(0, "crop") for _ in range(2)]
+    one, other = (train_images(x, 16, 0.5, True, draw) for x, draw in zip((images, side_by_side), draws, strict=True))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("size", [16, 37, 224])
+def test_crops_lie_where_an_affine_map_puts_them(size: int) -> None:
+    crops = _crops(8, 0.3, True, Draws.at(0, "crop"))
+    width, height, x, y = crops.unbind(1)
+    none = torch.zeros(8)
+    maps = torch.stack([torch.stack([width, none, x], 1), torch.stack([none, height, y], 1)], 1)
+    expected = torch.nn.functional.affine_grid(maps, [8, 3, size, size], align_corners=False)
+    assert torch.allclose(_grid(crops, size), expected, atol=1e-6)
 
 
 def test_evaluation_keeps_pixels_at_the_same_size_and_averages_at_smaller() -> None:
