@@ -2,6 +2,7 @@
 
 import html
 import re
+import unicodedata
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise
@@ -28,9 +29,10 @@ PHRASES = 500  # of the blocklist in one expression
 def clean(texts: pa.StringArray, params: CaptionParams) -> pa.StringArray:
     """The captions as they are to be written; null stays null. Entities are resolved once: `&amp;lt;` is `&lt;`."""
     if params.html_entities:
-        texts = _changed(texts, pc.match_substring(texts, "&"), _without_entities)
+        texts = _changed(texts, pc.match_substring(texts, "&"), partial(_each, html.unescape))
     if params.unicode_form:
-        composed = partial(pc.utf8_normalize, form=params.unicode_form)
+        # pyarrow's own utf8_normalize leaves some texts as they are, such as "cafe\u0301"
+        composed = partial(_each, partial(unicodedata.normalize, params.unicode_form))
         texts = _changed(texts, pc.invert(pc.string_is_ascii(texts)), composed)
     if params.collapse_spaces:
         texts = _changed(texts, pc.match_substring_regex(texts, UNEVEN), _evenly_spaced)
@@ -43,8 +45,8 @@ def _changed(texts: pa.StringArray, which: pa.BooleanArray, change: Callable[...
     return pc.replace_with_mask(texts, which, change(texts.filter(which))) if pc.any(which).as_py() else texts
 
 
-def _without_entities(texts: pa.StringArray) -> pa.StringArray:
-    return pa.array([html.unescape(text) for text in texts.to_pylist()], pa.string())
+def _each(change: Callable[[str], str], texts: pa.StringArray) -> pa.StringArray:
+    return pa.array([change(text) for text in texts.to_pylist()], pa.string())
 
 
 def _evenly_spaced(texts: pa.StringArray) -> pa.StringArray:
