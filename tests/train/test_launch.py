@@ -224,6 +224,8 @@ def test_tries_are_counted_from_the_newest_checkpoint(
     with pytest.raises(launch.TrainingFailed):
         launch._persevere(params, work, attempt, lambda: False)
     assert list(tries) == [40]
+    # done on another host, while the connection to it broke off here
+    launch._persevere(params, work, lambda: launch.MeetingLost("gone"), lambda: True)
     assert [record.args[-2] for record in caplog.records] == [1, 1, 1, 2]  # type: ignore[index]
 
 
