@@ -3,7 +3,8 @@
 Letters: B images, K captions of each, C channels, H W image size, P patches, D width, L tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdc.config import CONTRASTIVE
+from mdc.config import CONTRASTIVE, choose
 from mdc.data.pictures import ImageLike, Images, as_bytes, as_list, as_pixels
 from mdc.data.transforms import eval_images
 from mdc.errors import UserError
@@ -19,10 +20,14 @@ from mdc.foreign import Foreign, load_foreign
 from mdc.generate import Generated, generate
 from mdc.generate.samplers import Length
 from mdc.objectives.scoring import SCORERS, Scores, Seeds, default_scorer, score
-from mdc.train.checkpoint import LoadedModel, load_model
+from mdc.train.checkpoint import LoadedModel, load_model, untrained_model
 
 LENGTH = 15  # tokens of a caption where none is given, or the model's longest
 BATCH = 64  # images in one pass of the encoder
+POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {  # [B, P, D] -> [B, D]
+    "mean": lambda patches_BPD: patches_BPD.mean(1),
+    "max": lambda patches_BPD: patches_BPD.amax(1),
+}
 
 
 def load(path: str | PathLike[str], device: str | torch.device | None = None) -> "Captioner | Foreign":
@@ -61,6 +66,7 @@ class Captioner:
     """
 
     def __init__(self, loaded: LoadedModel, device: torch.device) -> None:
+        self.loaded = loaded
         self.model, self.config, self.tokenizer = loaded.model, loaded.config, loaded.tokenizer
         self.fingerprint, self.device = loaded.fingerprint, device
         objective = loaded.config.pretrain.objective
@@ -68,10 +74,22 @@ class Captioner:
         self.scorers = sorted((n for n, s in SCORERS.items() if objective in s.objectives), key=lambda n: n != best)
         self._pools = objective in CONTRASTIVE  # its scorer reads the mean patch alone
 
-    def encode(self, images: Images) -> Tensor:
-        """The features used for probes, `[B, D]` float32 on the CPU: the mean of the patch features."""
-        means = [self._encoded(part).mean(1).float().cpu() for part in self._batches(images)]
-        return torch.cat(means) if means else torch.empty(0, self._width)
+    def encode(self, images: Images, pooling: str = "mean", layer: int | None = None) -> Tensor:
+        """Features of pictures, `[B, D]` float32 on the CPU: those used for probes are the mean of the patches.
+
+        pooling: mean or max. layer: None is the encoder's output; a number is a block of it, from 0 or, from its end,
+        -1, behind the final norm.
+        """
+        pool = choose("pooling", pooling, POOLINGS)
+        rows = [pool(self._encoded(part, layer)).float().cpu() for part in self._batches(images)]
+        return torch.cat(rows) if rows else torch.empty(0, self._width)
+
+    def untrained(self, seed: int = 0) -> "Captioner":
+        """The same architecture with random weights: the floor that training must beat."""
+        model = untrained_model(self.config, seed).to(self.device)
+        return Captioner(
+            replace(self.loaded, model=model, fingerprint=f"{self.fingerprint}-untrained-{seed}"), self.device
+        )
 
     def see(self, images: Images) -> Tensor:
         """What the scorers read of pictures, `[B, P, D]` on the model's device: patch features, or their mean alone."""
@@ -175,5 +193,12 @@ class Captioner:
                 yield torch.cat([eval_images(as_pixels(image)[None], size) for image in part]).to(self.device)
 
     @torch.no_grad()
-    def _encoded(self, images_BCHW: Tensor) -> Tensor:
-        return self.model.encode(images_BCHW)  # type: ignore[operator]
+    def _encoded(self, images_BCHW: Tensor, layer: int | None = None) -> Tensor:
+        if layer is None:
+            return self.model.encode(images_BCHW)  # type: ignore[operator]
+        vit: Any = self.model.encoder.vit  # type: ignore[union-attr]
+        if not -len(vit.blocks) <= layer < len(vit.blocks):
+            raise UserError(f"layer {layer}: the encoder has blocks 0 to {len(vit.blocks) - 1}")
+        return vit.forward_intermediates(
+            images_BCHW, indices=[layer % len(vit.blocks)], norm=True, output_fmt="NLC", intermediates_only=True
+        )[0]

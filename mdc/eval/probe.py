@@ -23,6 +23,7 @@ from mdc.eval.measures import Labels
 BATCH = 256  # rows per update, at most
 UPDATES = 8  # per pass, at least, so that small sets converge as well
 ROWS_AT_ONCE = 4096  # where no update waits
+RANKED = 5  # classes of a test row that are kept
 CONVERGED = 0.02  # largest gradient norm at the end, as a share of that at the start
 
 
@@ -55,13 +56,27 @@ class Grid:
 class ProbeResult:
     """One seed's outcome."""
 
-    predicted: Labels  # of the test rows
+    ranked: Labels  # of the test rows: the likeliest classes, `[M, RANKED]` or as many as there are, likeliest first
     lr: float
     weight_decay: float
     holdout: int  # rows on which it was chosen
     holdout_accuracy: float
     grid_edge: bool
     converged: bool
+
+    @property
+    def predicted(self) -> Labels:
+        return self.ranked[:, 0]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best settings of the grid on the held-out rows."""
+
+    lr: float
+    weight_decay: float
+    holdout: int  # rows on which it was chosen
+    accuracy: float
 
 
 @dataclass(frozen=True)
@@ -77,6 +92,12 @@ class Heads:
         return torch.cat(
             [_logits(chunk, self.weight_DHC, self.bias_HC).argmax(-1) for chunk in features_ND.split(ROWS_AT_ONCE)]
         )
+
+    def ranked(self, features_ND: Tensor, head: int = 0) -> Tensor:
+        """The likeliest classes of every row by one head, `[N, RANKED]` or as many as there are, likeliest first."""
+        weight_D1C, bias_1C = self.weight_DHC[:, head : head + 1], self.bias_HC[head : head + 1]
+        logits = (_logits(chunk, weight_D1C, bias_1C)[:, 0] for chunk in features_ND.split(ROWS_AT_ONCE))
+        return torch.cat([chunk.topk(min(RANKED, chunk.shape[1])).indices for chunk in logits])
 
 
 def linear_probe(
@@ -94,26 +115,54 @@ def linear_probe(
     train: `[N, D]` floats. labels: `[N]` classes 0 .. classes - 1. groups: `[N]` names; rows of one group are held out
     together. test: `[M, D]`. on_epoch: called after each of the `2 * epochs` passes.
     """
+    choice = choose_head(train, labels, groups, classes, grid, seed, on_epoch)
+    return fit_head(train, labels, test, classes, grid, choice, seed, on_epoch)
+
+
+def choose_head(
+    train: Tensor,
+    labels: Labels,
+    groups: Sequence[str],
+    classes: int,
+    grid: Grid,
+    seed: int,
+    on_epoch: Callable[[], object] = lambda: None,
+) -> Choice:
+    """Train all heads of the grid on a part of train, and take the one that is best on the rest."""
     held = torch.from_numpy(held_out(groups, grid.holdout, derive_seed(seed, "holdout"))).to(train.device)
     truth = torch.from_numpy(labels).to(train.device)
-    fit_scale = Scale.of(train[~held])
+    scale = Scale.of(train[~held])
     heads = train_heads(
-        fit_scale(train[~held]), truth[~held], classes, grid.cells, grid.epochs, derive_seed(seed, "grid"), on_epoch
+        scale(train[~held]), truth[~held], classes, grid.cells, grid.epochs, derive_seed(seed, "grid"), on_epoch
     )
-    correct_H = (heads.predict(fit_scale(train[held])) == truth[held, None]).float().mean(0)
+    correct_H = (heads.predict(scale(train[held])) == truth[held, None]).float().mean(0)
     best = int(correct_H.argmax())
     lr, decay = grid.cells[best]
+    return Choice(lr, decay, int(held.sum()), float(correct_H[best]))
 
-    scale = Scale.of(train)
-    final = train_heads(scale(train), truth, classes, [(lr, decay)], grid.epochs, derive_seed(seed, "final"), on_epoch)
+
+def fit_head(
+    train: Tensor,
+    labels: Labels,
+    test: Tensor,
+    classes: int,
+    grid: Grid,
+    choice: Choice,
+    seed: int,
+    on_epoch: Callable[[], object] = lambda: None,
+) -> ProbeResult:
+    """Train the chosen head on all of train, and rank the classes of test."""
+    truth, scale = torch.from_numpy(labels).to(train.device), Scale.of(train)
+    cells = [(choice.lr, choice.weight_decay)]
+    final = train_heads(scale(train), truth, classes, cells, grid.epochs, derive_seed(seed, "final"), on_epoch)
     converged = bool(final.gradient_H[0] <= CONVERGED)
     return ProbeResult(
-        predicted=final.predict(scale(test))[:, 0].cpu().numpy(),
-        lr=lr,
-        weight_decay=decay,
-        holdout=int(held.sum()),
-        holdout_accuracy=float(correct_H[best]),
-        grid_edge=grid.at_edge(lr, decay, converged),
+        ranked=final.ranked(scale(test)).cpu().numpy(),
+        lr=choice.lr,
+        weight_decay=choice.weight_decay,
+        holdout=choice.holdout,
+        holdout_accuracy=choice.accuracy,
+        grid_edge=grid.at_edge(choice.lr, choice.weight_decay, converged),
         converged=converged,
     )
 

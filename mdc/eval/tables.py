@@ -1,6 +1,6 @@
 """Results in the terminal: a bar while the work runs, and a table at its end."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -58,4 +58,62 @@ def answer_table(answers: Sequence[Answers]) -> Table:
         for kind in ("micro", "macro"):
             values = [percent(mean[f"{name}_{kind}"]) for name in ("score", "blind", "pmi")]
             table.add_row(f"{kind} average", mean["scorer"], values[0], "", *values[1:], "", "", str(mean["questions"]))
+    return table
+
+
+def probe_table(results: Mapping[str, Any]) -> Table:
+    """A line per features and method, with intervals where there are several seeds."""
+    title = f"{results['data']}: {results['train']} pictures to train on, {results['test']} to test with"
+    table = Table(title=f"{title}; the most frequent class {percent(results['most_frequent_class'])} %")
+    table.add_column("features")
+    table.add_column("method")
+    for name in ("top-1 %", "top-5 %", "mean per class %", "trained on"):
+        table.add_column(name, justify="right")
+    for row in results["rows"]:
+        values = [_with_interval(row, name) for name in ("top_1", "top_5", "mean_per_class")]
+        table.add_row(row["features"], row["method"], *values, str(row["train"]))
+    return table
+
+
+def _with_interval(row: Mapping[str, Any], name: str) -> str:
+    if name not in row:
+        return "–"
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return percent(row[name]) + ("" if low == high else f" ({percent(low)}–{percent(high)})")
+
+
+def retrieval_table(results: Mapping[str, Any]) -> Table:
+    table = Table(title=f"{results['pictures']} pictures and {results['texts']} texts, {results['scorer']}")
+    table.add_column("find")
+    table.add_column("by")
+    recalls = list(results["picture_to_text"]["score"])
+    for name in recalls:
+        table.add_column(f"{name.replace('_', ' ')} %", justify="right")
+    for way, name in (("picture_to_text", "texts"), ("text_to_picture", "pictures")):
+        for by, values in results[way].items():
+            table.add_row(name, by, *(percent(values[recall]) for recall in recalls))
+    return table
+
+
+def zero_shot_table(results: Mapping[str, Any]) -> Table:
+    title = f"{results['data']}: {results['pictures']} pictures, {results['classes']} classes, {results['scorer']}"
+    table = Table(title=f"{title}; chance {percent(results['chance'])} %")
+    table.add_column("by")
+    for name in results["score"]:
+        table.add_column(f"{name.replace('_', '-')} %", justify="right")
+    for by in ("score", "pmi", "blind"):
+        table.add_row(by, *map(percent, results[by].values()))
+    return table
+
+
+def caption_table(results: Mapping[str, Any]) -> Table:
+    table = Table(title=f"Captions of {results['pictures']} pictures with {results['references']} references")
+    for name in ("sampler", "length"):
+        table.add_column(name)
+    measures = ("cider", "bleu_1", "bleu_4", "rouge_l")
+    for name in (*measures, "CIDEr blind"):
+        table.add_column(name, justify="right")
+    for row in results["rows"]:
+        values = [f"{row[name]:.3f}" for name in measures]
+        table.add_row(row["sampler"], str(row["length"]), *values, f"{row['blind']['cider']:.3f}")
     return table

@@ -4,9 +4,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import timm
 import torch
+from labelled_world import COLOURS
 from PIL import Image
+from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 import mdc
@@ -65,6 +69,85 @@ def test_an_index_of_ones_own_pictures(
     ]
     other = make_model(tmp_path / "other", shards, seed=5)
     assert "queries come from model" in str(refused("search", pictures[0], *places[:2], "--model", other))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with classes by colour, and captions of its test pictures in COCO's file."""
+    root = tmp_path_factory.mktemp("pictures")
+    random, entries = np.random.default_rng(0), []
+    for split, count in (("train", 8), ("test", 4)):
+        for colour, rgb in COLOURS.items():
+            for number in range(count):
+                path = root / split / colour / f"{number}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                noise = random.integers(-30, 30, (12, 12, 3))
+                Image.fromarray((np.array(rgb) + noise).clip(0, 255).astype(np.uint8)).save(path)
+                if split == "test":
+                    entries.append({"image": f"{colour}/{number}.png", "caption": [f"{colour} fish", f"{colour} lamp"]})
+    (root / "coco_karpathy_test.json").write_text(json.dumps(entries))
+    return root
+
+
+def test_probe(model: Path, pictures: Path, tmp_path: Path) -> None:
+    quick = ("--epochs", 5, "--seeds", 2, "--cache", tmp_path / "cache", "--device", "cpu")
+    wide = ("--poolings", "mean,max", "--shots", "2")
+    done = run("probe", f"imagefolder:{pictures}", "--model", model, *quick, *wide, "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    results = read_json(tmp_path / "out" / "results.json")
+    by_name = {(row["features"], row["method"]): row for row in results["rows"]}
+    assert {features for features, _ in by_name} == {str(model), f"{model}, untrained", "pixels 16x16"}
+    assert {method for _, method in by_name} == {"linear probe", "2-shot probe", "10-NN", "20-NN"}
+    assert by_name["pixels 16x16", "linear probe"]["top_1"] == 1
+    assert by_name[str(model), "2-shot probe"]["train"] == 6
+    assert results["most_frequent_class"] == pytest.approx(1 / 3)
+    assert len(list((tmp_path / "cache").iterdir())) == 2 * (2 + 2 + 1)
+    layer = run("probe", f"imagefolder:{pictures}", "--model", model, *quick, "--layer", 0, "--no-floors")
+    assert layer.exit_code == 0, layer.output
+    assert "0 to 0" in str(refused("probe", f"imagefolder:{pictures}", "--model", model, *quick, "--layer", 1))
+    assert "no list of numbers" in str(refused("probe", f"imagefolder:{pictures}", "--weight-decays", "a,b"))
+
+
+def test_retrieve_and_zeroshot(model: Path, pictures: Path, tmp_path: Path) -> None:
+    file, common = pictures / "coco_karpathy_test.json", ("--model", model, "--draws", 4)
+    done = run("retrieve", file, "--images", pictures / "test", *common, "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    results = read_json(tmp_path / "out" / "results.json")
+    assert (results["pictures"], results["texts"], results["scorer"]) == (12, 6, "mc")
+    assert results["picture_to_text"]["chance"]["recall_at_1"] == pytest.approx(2 / 6)
+    told = run("zeroshot", f"imagefolder:{pictures}", *common, "--template", "{} fish", "--out", tmp_path / "told")
+    assert told.exit_code == 0, told.output
+    results = read_json(tmp_path / "told" / "results.json")
+    assert (results["pictures"], results["classes"], results["blind"]["balanced"]) == (12, 3, pytest.approx(1 / 3))
+    assert "longer than the model takes" in str(refused("zeroshot", f"imagefolder:{pictures}", *common))
+
+
+def test_caption_scores(model: Path, pictures: Path, tmp_path: Path) -> None:
+    file = pictures / "coco_karpathy_test.json"
+    options = ("--references", file, "--lengths", "3,5", "--limit", 5, "--out", tmp_path / "out")
+    done = run("caption", pictures / "test", "--model", model, *options)
+    assert done.exit_code == 0, done.output
+    results = read_json(tmp_path / "out" / "results.json")
+    assert (results["pictures"], results["references"]) == (5, 10)
+    assert [(row["sampler"], row["length"]) for row in results["rows"]] == [
+        ("confidence", 3), ("confidence", 5), ("ancestral", 3), ("ancestral", 5)
+    ]  # fmt: skip
+    page = (tmp_path / "out" / "captions.html").read_text()
+    assert page.count("<figure>") == page.count("data:image/jpeg;base64,") == 5
+    assert "name pictures" in str(refused("caption", "--model", model))
+
+
+def test_encoders_of_others_have_their_place(pictures: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_vit").state_dict(), tmp_path / "vit.safetensors")
+    other = f"timm:test_vit@{tmp_path / 'vit.safetensors'}"
+    quick = ("--epochs", 2, "--seeds", 1, "--cache", tmp_path / "cache", "--device", "cpu", "--out", tmp_path / "out")
+    done = run("probe", f"imagefolder:{pictures}", "--model", other, *quick)
+    assert done.exit_code == 0, done.output
+    names = {row["features"] for row in read_json(tmp_path / "out" / "results.json")["rows"]}
+    assert names == {other, "pixels 16x16"}
+    assert "writes no captions" in str(refused("fill", pictures / "a.png", "a [MASK]", "--model", other))
+    assert "cannot score captions" in str(refused("zeroshot", f"imagefolder:{pictures}", "--model", other))
 
 
 def test_export_and_back(model: Path, tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from pathlib import Path
@@ -6,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 import mdc
 from mdc.errors import UserError
+from mdc.eval.references import read_references
 from mdc.eval.retrieval import Scored, belonging, found_at, retrieval, score_matrix, zero_shot, zero_shot_texts
 from mdc.objectives.scoring import Scores
 
@@ -124,3 +127,41 @@ def test_a_matrix_is_made_of_single_scores(
         if scorer != "mc":  # whose random numbers hang on the seed's name
             direct = model.score(torch.stack(pictures), [texts] * 5, scorer)
             np.testing.assert_allclose(scored.score_MK, direct, atol=1e-4)
+
+
+COCO = {
+    "images": [{"id": 7, "file_name": "a.png"}, {"id": 9, "file_name": "b.png"}],
+    "annotations": [
+        {"image_id": 9, "caption": "two"},
+        {"image_id": 7, "caption": "one"},
+        {"image_id": 9, "caption": "2"},
+    ],
+}
+LIST = [{"image": "x/a.png", "caption": "one"}, {"image": "x/b.png", "caption": ["two", "2"]}]
+KARPATHY = {
+    "images": [
+        {"filename": "a.png", "filepath": "x", "sentences": [{"raw": "one"}], "split": "test"},
+        {"filename": "c.png", "sentences": [{"raw": "three"}], "split": "train"},
+        {"filename": "b.png", "sentences": [{"raw": "two"}, {"raw": "2"}], "split": "test"},
+    ]
+}
+
+
+@pytest.mark.parametrize("content", [COCO, LIST, KARPATHY], ids=["coco", "list", "karpathy"])
+def test_files_of_captions(tmp_path: Path, content: Any) -> None:
+    for name in "ab":
+        Image.new("RGB", (4, 4)).save(tmp_path / f"{name}.png")
+    (tmp_path / "captions.json").write_text(json.dumps(content))
+    found = read_references(tmp_path / "captions.json", tmp_path)
+    assert [(each.picture.path.name, each.captions) for each in found] == [("a.png", ("one",)), ("b.png", ("two", "2"))]
+    assert len(read_references(tmp_path / "captions.json", tmp_path, limit=1)) == 1
+    (tmp_path / "b.png").unlink()
+    with pytest.raises(UserError, match=r"1 pictures are not in .*b\.png"):
+        read_references(tmp_path / "captions.json", tmp_path)
+
+
+def test_other_files_are_no_captions(tmp_path: Path) -> None:
+    for text in ('{"a": 1}', "[1]", "{"):
+        (tmp_path / "captions.json").write_text(text)
+        with pytest.raises(UserError, match="is no file of captions"):
+            read_references(tmp_path / "captions.json", tmp_path)

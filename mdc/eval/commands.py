@@ -1,0 +1,167 @@
+"""What `mdc probe`, `retrieve`, `zeroshot` and `caption --references` do with a model as `mdc.load` opens it."""
+
+import base64
+import html
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from mdc import dist
+from mdc.errors import UserError
+from mdc.eval import retrieval
+from mdc.eval.caption_scores import score_written
+from mdc.eval.frozen import Encode, frozen_features, pixels
+from mdc.eval.labelled import Labelled
+from mdc.eval.probing import Frozen, Options, probe_encoder, warnings
+from mdc.eval.references import Referenced
+from mdc.files import whole_folder, write_json, write_manifest
+from mdc.train.checkpoint import LoadedModel
+
+PIXEL_SIZE = 16  # side of the pictures whose raw pixels are a floor
+SHOWN = 24  # pictures on the page of captions
+THUMBNAIL = 192  # pixels
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A set of features to probe: by pooling, how pictures become rows, with a mark of weights and transform."""
+
+    name: str
+    poolings: Mapping[str, tuple[Encode, str]]
+
+
+def floor_of_pixels(size: int = PIXEL_SIZE) -> Encoder:
+    return Encoder(f"pixels {size}x{size}", {"": (pixels(size), f"pixels-{size}")})
+
+
+def probe_all(
+    encoders: Sequence[Encoder], data: Labelled, options: Options, cache: Path, device: torch.device
+) -> dict[str, Any]:
+    """The table of all encoders on one labelled set, and what its reader must know."""
+    frozen = {
+        encoder.name: {
+            pooling: Frozen(
+                *(
+                    frozen_features(encode, mark, split, cache, f"{encoder.name}, {which}")
+                    for which, split in (("train", data.train), ("test", data.test))
+                )
+            )
+            for pooling, (encode, mark) in encoder.poolings.items()
+        }
+        for encoder in encoders
+    }
+    rows: list[dict[str, Any]] = []
+    if dist.is_main():
+        heads = sum(len(each) + 1 for each in frozen.values()) * (1 + len(options.shots))
+        total = heads * options.seeds * options.grid.epochs
+        with tqdm(total=total, desc="probe", unit="pass") as progress:
+            for name, poolings in frozen.items():
+                rows += probe_encoder(name, poolings, data, options, device, lambda: progress.update())
+    majority = np.bincount(data.train.labels, minlength=len(data.classes)).argmax()
+    return {
+        "data": data.name,
+        "classes": len(data.classes),
+        "train": len(data.train),
+        "test": len(data.test),
+        "most_frequent_class": float((data.test.labels == majority).mean()),
+        "headline": "mean_per_class" if data.mean_per_class else "top_1",
+        "rows": rows,
+        "warnings": warnings(rows),
+    }
+
+
+def _check_length(model: Any, texts: Sequence[str]) -> None:
+    long = [text for text, is_long in zip(texts, model.too_long(texts), strict=True) if is_long]
+    if long:
+        raise UserError(
+            f"{len(long)} of {len(texts)} texts are longer than the model takes, such as {min(long, key=len)!r}; "
+            "take a model of more tokens, or shorter texts"
+        )
+
+
+def retrieve(model: Any, found: Sequence[Referenced], scorer: str, draws: int, seed: int) -> dict[str, Any]:
+    """Pictures and their captions found among each other."""
+    texts, right_MK = retrieval.belonging([each.captions for each in found])
+    _check_length(model, texts)
+
+    def see(pictures: Sequence[Referenced]) -> Tensor:
+        return model.see([each.picture.open() for each in pictures])
+
+    with tqdm(total=len(found), desc="retrieval", unit="image") as progress:
+        scored = retrieval.score_matrix(model, found, see, texts, scorer, draws, seed, progress.update)
+    return {"scorer": scorer, **retrieval.retrieval(scored, right_MK)}
+
+
+def zero_shot(
+    model: Any,
+    data: Labelled,
+    classes: Sequence[str],
+    templates: Sequence[str],
+    scorer: str,
+    draws: int,
+    seed: int,
+    limit: int | None,
+) -> dict[str, Any]:
+    """The class of test pictures by the names of the classes. limit: the first so many pictures."""
+    if len(classes) != len(data.classes):
+        raise UserError(f"{len(classes)} class names for the {len(data.classes)} classes of {data.name}; give one each")
+    test, texts = data.test.first(limit), retrieval.zero_shot_texts(classes, templates)
+    _check_length(model, texts)
+
+    def see(numbers: Sequence[int]) -> Tensor:
+        return model.see([test.open(number) for number in numbers])
+
+    with tqdm(total=len(test), desc="zero-shot", unit="image") as progress:
+        scored = retrieval.score_matrix(model, range(len(test)), see, texts, scorer, draws, seed, progress.update)
+    return {"data": data.name, "scorer": scorer, **retrieval.zero_shot(scored, test.labels, len(templates))}
+
+
+def caption_all(
+    loaded: LoadedModel, see: Callable[[Any], Tensor], found: Sequence[Referenced], lengths: Sequence[int], seed: int
+) -> dict[str, Any]:
+    """CIDEr, BLEU and ROUGE-L of captions written for pictures, by sampler and length, and blind."""
+    with tqdm(total=len(found), desc="pictures", unit="image") as progress:
+        parts = []
+        for start in range(0, len(found), 64):
+            some = found[start : start + 64]
+            parts.append(see([each.picture.open() for each in some]))
+            progress.update(len(some))
+    references = [each.captions for each in found]
+    with tqdm(desc="captions", unit="caption") as progress:
+        rows = score_written(loaded, torch.cat(parts), references, lengths, seed, progress.update)
+    return {"pictures": len(found), "references": sum(map(len, references)), "rows": rows}
+
+
+def captions_page(found: Sequence[Referenced], written: Sequence[str], title: str) -> str:
+    """A page that shows pictures with what was written and the true captions."""
+    cards = []
+    for each, text in zip(found, written, strict=True):
+        picture, data = each.picture.open(), io.BytesIO()
+        picture.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
+        picture.save(data, "JPEG", quality=90)
+        true = "<br>".join(html.escape(caption) for caption in each.captions)
+        source = f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
+        cards.append(f'<figure><img src="{source}" alt=""><b>{html.escape(text)}</b><p>{true}</p></figure>')
+    style = (
+        "body{font:15px sans-serif;margin:2em}main{display:flex;flex-wrap:wrap;gap:1.5em}figure{width:220px;margin:0}"
+        "img{display:block;margin-bottom:.4em}p{color:#555;margin:.3em 0;font-size:13px}"
+    )
+    head = f"<meta charset=utf-8><title>{html.escape(title)}</title><style>{style}</style>"
+    return f"<!doctype html><html lang=en>{head}<h1>{html.escape(title)}</h1><main>{''.join(cards)}</main></html>\n"
+
+
+def write_results(folder: Path, results: Mapping[str, Any], facts: Mapping[str, Any], page: str = "") -> None:
+    """`results.json`, and `captions.html` where there is a page; the folder is replaced."""
+    with whole_folder(folder) as temporary:
+        write_json(temporary / "results.json", {**facts, **results})
+        if page:
+            (temporary / "captions.html").write_text(page, encoding="utf-8")
+        write_manifest(temporary, inputs=dict(facts), counts={})
