@@ -27,13 +27,13 @@ from mdc.draws import Draws
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # img2dataset's picture library would ask the internet
 
 STORED = 256  # pixels, shorter side
-COUNT = 4096  # pictures
+COUNT = 2048  # pictures
 SIZE = 224  # pixels
 MIN_AREA = 0.9  # of a crop: open_clip's default
 BATCH = 32
 BLOCK = 32
 WORKERS = 2
-SKIPPED, TIMED = 16, 88  # batches; the first fill the queues, and as many are left in them at the end
+SKIPPED, TIMED = 16, 64  # batches; the first fill the queues, and as many are left in them at the end
 ROUNDS = 5
 
 

@@ -30,13 +30,13 @@ def write_listing(folder: Path, pairs: int) -> None:
         "caption_end": numbers + 1,
         "source": np.zeros(pairs),
         "token_end": (numbers + 1) * TOKENS,
-        "token": np.tile(np.arange(TOKENS), pairs),
+        "token": np.tile(np.arange(TOKENS, dtype=np.int32), pairs),
         "uid_end": (numbers + 1) * UID,
-        "uid": np.full(pairs * UID, ord("u")),
+        "uid": np.full(pairs * UID, ord("u"), np.uint8),
         "share_key": np.random.Generator(np.random.PCG64(0)).integers(0, 2**63 - 1, pairs),
     }
     for name, kind in TYPES.items():
-        columns[name].astype(kind).tofile(folder / FOLDER / f"{name}.{kind}")
+        columns[name].astype(kind, copy=False).tofile(folder / FOLDER / f"{name}.{kind}")
     write_json(folder / FOLDER / SOURCES, [""])
     names = [f"train-{number:05d}.tar" for number in range(pairs // PER_SHARD)]
     records = [{"file": name, "samples": PER_SHARD, "bytes": 0, "sha256": ""} for name in names]

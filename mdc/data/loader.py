@@ -57,19 +57,9 @@ class Batch:
     read_s: float = 0.0  # seconds that the process which made the batch spent reading
     decode_s: float = 0.0  # and decoding
 
-    def to(self, device: torch.device) -> "Batch":
-        """The same batch with its tensors on `device`; the copy runs beside the computation where that is possible."""
-        return self._with(*(tensor.to(device, non_blocking=True) for tensor in self._tensors()))
-
     def pin_memory(self) -> "Batch":
-        """The same batch in memory from which a GPU copies by itself; loaders call this."""
-        return self._with(*(tensor.pin_memory() for tensor in self._tensors()))
-
-    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.images_BCHW, self.tokens_BL, self.lengths_B
-
-    def _with(self, images_BCHW: Tensor, tokens_BL: Tensor, lengths_B: Tensor) -> "Batch":
-        return replace(self, images_BCHW=images_BCHW, tokens_BL=tokens_BL, lengths_B=lengths_B)
+        """The same batch with its pictures in memory from which a GPU copies by itself; loaders call this."""
+        return replace(self, images_BCHW=self.images_BCHW.pin_memory())
 
 
 def centre_square(pixels_HWC: np.ndarray) -> np.ndarray:
@@ -514,15 +504,16 @@ class TrainLoader:
 
 
 def on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The same batches on `device`. On a GPU the next one is copied while this one is worked on."""
+    """The same batches with their pictures on `device`. To a GPU the next ones are copied while these are worked on."""
     if device.type != "cuda":
-        yield from (batch.to(device) for batch in batches)
+        yield from batches
         return
     side, ready = torch.cuda.Stream(device), None
     for batch in batches:
         pinned = batch if batch.images_BCHW.is_pinned() else batch.pin_memory()
         with torch.cuda.stream(side):
-            coming = (pinned.to(device), side.record_event())
+            copy_BCHW = pinned.images_BCHW.to(device, non_blocking=True)
+            coming = replace(batch, images_BCHW=copy_BCHW), side.record_event()
         if ready is not None:
             yield _taken_over(*ready)
         ready = coming
@@ -534,8 +525,7 @@ def _taken_over(batch: Batch, copied: torch.cuda.Event) -> Batch:
     """Let the current stream wait for the copy, and the memory live until that stream is done with it."""
     current = torch.cuda.current_stream(batch.images_BCHW.device)
     current.wait_event(copied)
-    for tensor in batch._tensors():
-        tensor.record_stream(current)
+    batch.images_BCHW.record_stream(current)
     return batch
 
 

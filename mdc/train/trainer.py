@@ -24,7 +24,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from mdc import dist, files
 from mdc.config import ModelConfig, Params, choose
-from mdc.data.loader import Batch, ShardDataset, TrainLoader
+from mdc.data.loader import Batch, ShardDataset, TrainLoader, on_device
 from mdc.data.tokenizer import CaptionTokenizer
 from mdc.data.transforms import eval_images, train_images
 from mdc.draws import Draws, derive_seed
@@ -137,7 +137,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train from where the state is to the last step. Raises SystemExit, with a checkpoint saved, when stopped."""
-        hyper, batches = self.hyper, iter(self._batches())
+        hyper, batches = self.hyper, on_device(iter(self._batches()), self.device)
         with self._bar() as bar:
             self.meter.lap()
             while self.done < hyper.steps:
