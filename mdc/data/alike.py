@@ -43,7 +43,7 @@ NAME = (  # of a row's group
 def perceptual_hash(image: Image.Image) -> list[int]:
     """256 bits as four numbers: the signs of the lowest 16 x 16 frequencies against their median.
 
-    Recompressing or shrinking a photograph changes up to 6 of them, two different photographs differ in about 120; a
+    Recompressing or shrinking a photograph changes a few of them, two different photographs differ in about 120; a
     picture cropped at its edges is another one.
     """
     bits = imagehash.phash(image, hash_size=16).hash
