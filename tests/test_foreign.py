@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import mdc
 from mdc.errors import UserError
+from mdc.eval.retrieval import retrieval, score_matrix, zero_shot, zero_shot_texts
 
 CLIP = {
     "embed_dim": 16,
@@ -110,3 +111,30 @@ def test_an_open_clip_file_and_name(tmp_path: Path, pictures: list[Image.Image])
 def test_what_cannot_be_opened_is_told(timm_file: Path, path: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         mdc.load(path.format(file=timm_file))
+
+
+def test_open_clips_own_evaluation_agrees(clip_folder: Path) -> None:
+    """Retrieval by its training's metrics, and zero-shot classes by its classifier, on the same pictures."""
+    from open_clip_train.train import get_clip_metrics
+
+    model: Any = mdc.load(clip_folder, "cpu")
+    tokenizer = open_clip.get_tokenizer(f"local-dir:{clip_folder}")
+    random = np.random.default_rng(1)
+    pictures = [Image.fromarray(each) for each in random.integers(0, 256, (40, 32, 32, 3), dtype=np.uint8)]
+    image_BD = model.see(pictures)[:, 0]
+
+    texts = [f"caption number {number}" for number in range(40)]
+    scored = score_matrix(model, pictures, model.see, texts, "cosine", 2, 0)
+    ours = retrieval(scored, np.eye(40, dtype=bool))
+    theirs = get_clip_metrics(image_BD, model.text_features(texts), torch.tensor(1.0))
+    for k in (1, 5, 10):
+        assert ours["picture_to_text"]["score"][f"recall_at_{k}"] == pytest.approx(theirs[f"image_to_text_R@{k}"])
+        assert ours["text_to_picture"]["score"][f"recall_at_{k}"] == pytest.approx(theirs[f"text_to_image_R@{k}"])
+
+    classes, labels = ["dog", "cat", "fox", "cow", "hen", "pig"], random.integers(6, size=40)
+    scored = score_matrix(model, pictures, model.see, zero_shot_texts(classes, ["a photo of a {}"]), "cosine", 2, 0)
+    told = zero_shot(scored, labels, templates=1)["score"]
+    classifier_DC = open_clip.build_zero_shot_classifier(model.model, tokenizer, classes, ["a photo of a {}"])
+    ranked_B5 = (image_BD @ classifier_DC).topk(5).indices == torch.from_numpy(labels)[:, None]
+    assert told["top_1"] == pytest.approx(float(ranked_B5[:, 0].float().mean()))
+    assert told["top_5"] == pytest.approx(float(ranked_B5.any(1).float().mean()))
