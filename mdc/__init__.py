@@ -19,6 +19,7 @@ for _name, _value in {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "DVC_NO_ANALYTICS": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
     "DO_NOT_TRACK": "1",
     # Pages of stack from torch's C++ side where a host is looked for or lost, which the launcher tells in a line.
     "TORCH_CPP_LOG_LEVEL": "ERROR",

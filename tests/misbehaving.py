@@ -128,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(b"", 404) if robots is None else self.answer(robots.encode())
             return
         with self.counted():
-            self.respond(*self.path.strip("/").split("/"))
+            self.respond(*self.path.partition("?")[0].strip("/").split("/"))
 
     def respond(self, kind: str, *rest: str) -> None:
         first = self.server.requests[self.path] == 1
@@ -146,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
         elif kind == "to":
             self.answer(b"", 302, Location=f"{self.server.other_address}/{'/'.join(rest)}")
         elif kind == "opted-out":
-            self.answer(encoded(picture(0)), X_Robots_Tag=rest[0].partition("?")[0].replace("%20", " "))
+            self.answer(encoded(picture(0)), X_Robots_Tag=rest[0].replace("%20", " "))
         elif kind in BODIES:
             self.answer(BODIES[kind]())
         elif hasattr(self, f"do_{kind.replace('-', '_')}"):

@@ -16,8 +16,10 @@ from typing import Any
 import pandas as pd
 import psutil
 import pytest
+from typer.testing import CliRunner
 
-from mdc.config import ComputeParams, DownloadParams
+from mdc.cli import app
+from mdc.config import ComputeParams, DownloadParams, load_params
 from mdc.data.download import download, read_metadata, serve
 from mdc.data.fetch import FetchFailed, Limits, fetch
 from mdc.data.parts import PartWriter
@@ -25,6 +27,7 @@ from mdc.data.tars import members
 from mdc.data.workers import _watched
 from mdc.errors import UserError
 from mdc.files import read_json
+from mdc.stages import run_stage
 
 FAST = {"timeout": 1.0, "deadline": 2.0, "retries": 0, "max_bytes": 10**6, "image_size": 8}
 COMPUTE = ComputeParams(download_threads=8)
@@ -144,6 +147,25 @@ def test_a_second_run_asks_only_for_what_may_come_now(
     download(forty, COMPUTE, tmp_path / "work", output, progress=False)
     assert not server.requests
     assert files_of(output) == files_of(undisturbed)
+
+
+def test_the_command_that_asks_again(tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_list(tmp_path / "urls.parquet", [f"{server.address}/ok/{i}" for i in range(4)])
+    text = "download: {input: urls.parquet, retries: 0}\n"
+    (tmp_path / "params.yaml").write_text(text)
+    with pytest.raises(UserError, match="run `mdc stage download`"):
+        CliRunner().invoke(app, ["data", "retry"], catch_exceptions=False)
+    server.failing_paths = {"/ok/1", "/ok/2"}
+    run_stage("download", load_params())
+    server.reset()
+    server.failing_paths = {"/ok/2"}
+    told = CliRunner().invoke(app, ["data", "retry"], catch_exceptions=False).output
+    assert told.splitlines()[-1] == "data/downloaded: asked again for 2, 1 came, 1 may yet come"
+    assert sorted(server.requests) == ["/ok/1", "/ok/2"]
+    (tmp_path / "params.yaml").write_text(text.replace("retries: 0", "image_size: 50"))
+    with pytest.raises(UserError, match="with other parameters"):
+        CliRunner().invoke(app, ["data", "retry"], catch_exceptions=False)
 
 
 def test_other_settings_are_another_download(
