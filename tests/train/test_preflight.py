@@ -187,7 +187,7 @@ def test_a_micro_batch_that_is_too_large_is_refused_with_one_that_fits(
 ) -> None:
     some = ready(objective=objective)
     need = some.needed()
-    free = int(need.of(4) / preflight.MOST_MEMORY) + 1000
+    free = int(need.of(4) / preflight.COUNTED_ON) + 1000
     monkeypatch.setattr(preflight, "free_memory", lambda _: free)
     with pytest.raises(UserError, match="8 images at once need about") as refused:
         some.memory()
