@@ -15,8 +15,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import simplejpeg
 import torch
@@ -231,12 +229,6 @@ class ShardDataset(Dataset[tuple[Tensor, list[int], str]]):
     def sources(self) -> list[str]:
         """Where the captions come from."""
         return self._columns.sources
-
-    @property
-    def samples(self) -> pa.Table:
-        """Columns uid and shard of all samples, read when asked for: training does without."""
-        table = pq.read_table(self.folder / SAMPLES, columns=["uid", "shard"])
-        return table.filter(pc.is_in(table["shard"], pa.array(self._shards, pa.string())))
 
     def shards_of(self, uids: Sequence[str]) -> list[str]:
         """The shards that hold some samples, by name."""

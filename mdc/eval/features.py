@@ -120,7 +120,8 @@ def extract_features(params: Params, shards: Path, model: Path, output: Path) ->
         encoders = _encoders(params, loaded, device)
         for split in splits:
             dataset = ShardDataset(shards, split)
-            for batch in eval_batches(dataset, params.extract.batch_size, loaded.config.vocabulary.pad_id):
+            pad_id, workers = loaded.config.vocabulary.pad_id, params.compute.workers
+            for batch in eval_batches(dataset, params.extract.batch_size, pad_id, workers):
                 rows = [row_of[uid] for uid in batch.uids]
                 images_BCHW = batch.images_BCHW.to(device)
                 for name, encode in encoders.items():
