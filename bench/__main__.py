@@ -16,6 +16,10 @@ ROWS = {
     "download": "bench.download",
     "loader": "bench.loader",
     "start": "bench.start",
+    "probe": "bench.probe",
+    "scoring": "bench.scoring",
+    "captions": "bench.captions",
+    "neighbours": "bench.neighbours",
 }
 THREADS = 2
 

@@ -249,13 +249,13 @@ def compositional(
 
 
 Labelled = Annotated[
-    str, typer.Argument(help="imagefolder:PATH, torchvision:NAME@ROOT or webdataset:PATH, with labels.")
+    str, typer.Argument(help="imagefolder:PATH, torchvision:NAME@ROOT, webdataset:PATH or shards:PATH, with labels.")
 ]
 
 
 @app.command()
 def probe(
-    data: Labelled,
+    data: Annotated[list[str], typer.Argument(help="Labelled sets: KIND:PATH, see `mdc zeroshot --help`.")],
     model: Annotated[list[str] | None, typer.Option("--model", help="One as elsewhere, or several to compare.")] = None,
     shots: Annotated[str, typer.Option(help="Few-shot probes: pictures per class in all, with commas between.")] = "",
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions behind the intervals.")] = 3,
@@ -283,18 +283,19 @@ def probe(
     from mdc.eval.probing import Options
     from mdc.eval.tables import probe_table, show
 
-    models, labelled, chosen = model or [MODEL], open_labelled(data), dist.pick_device(device)
+    models, sets, chosen = model or [MODEL], [open_labelled(name) for name in data], dist.pick_device(device)
     grid = Grid(_numbers(learning_rates), _numbers(weight_decays), epochs, holdout=0.2)
     options = Options(grid, seeds, seed, [int(number) for number in _numbers(shots)])
     with dist.process_group(chosen, timeout_s=3600):
         encoders = encoders_of(models, _names(poolings), layer, floors, chosen, seed)
-        results = probe_all(encoders, labelled, options, cache, chosen)
-    if dist.rank() == 0:
-        show(probe_table(results))
-        for warning in results["warnings"]:
+        results = [probe_all(encoders, each, options, cache, chosen) for each in sets]
+        is_main = dist.is_main()
+    if is_main:
+        show(*map(probe_table, results))
+        for warning in (f"{each['data']}: {line}" for each in results for line in each["warnings"]):
             typer.echo(f"warning: {warning}", err=True)
         if out is not None:
-            write_results(out, results, {"models": models, "seed": seed, "grid": [grid.cells, epochs]})
+            write_results(out, {"sets": results}, {"models": models, "seed": seed, "grid": [grid.cells, epochs]})
 
 
 def _names(text: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 `imagefolder:PATH`            PATH/train/CLASS/*.jpg, and PATH/test, PATH/val or PATH/validation
 `torchvision:NAME@ROOT`       a data set that torchvision keeps under ROOT; nothing is downloaded
+`shards:PATH`                 the folder of the stage `shard`, where its pictures have labels
 `webdataset:PATH`             PATH/train*.tar and PATH/test*.tar (or val*): a picture and a `.cls` or `.txt` label each
 """
 
@@ -15,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from PIL import Image
 
 from mdc.config import choose
+from mdc.data.loader import ShardDataset
+from mdc.data.shards import SAMPLES
 from mdc.errors import UserError
 from mdc.eval.measures import UNKNOWN, Labels
-from mdc.files import fingerprint
+from mdc.files import fingerprint, read_manifest
 
 TEST_NAMES = ("test", "val", "validation")
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
@@ -28,12 +32,17 @@ PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", "
 
 @dataclass(frozen=True)
 class Split:
-    """N pictures with their labels. open: the number of a picture -> the picture. mark: a hash of what they are."""
+    """N pictures with their labels.
+
+    open: the number of a picture -> the picture. mark: a hash of what they are. groups: pictures of one group are held
+    out together; empty where each stands for itself.
+    """
 
     labels: Labels
     open: Callable[[int], Image.Image]
     keys: Sequence[str]
     mark: str
+    groups: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -227,8 +236,35 @@ def _open_member(members: Sequence[_Member], number: int) -> Image.Image:
             raise UserError(f"{member.tar}: {member.key} is not a picture that can be read: {error}") from None
 
 
+# The stage `shard`
+
+
+def _shards(where: str) -> Labelled:
+    root = Path(where)
+    read_manifest(root, made_by="shard")
+    table = pd.read_parquet(root / SAMPLES, columns=["uid", "split", "label", "group"]).fillna("")
+    table = table[table["label"] != ""].set_index("uid")
+    classes = sorted(set(table["label"][table["split"] == "train"]))
+    train, test = (_shard_split(ShardDataset(root, split), table, classes) for split in ("train", "test"))
+    return Labelled(f"shards:{root}", classes, train, test)
+
+
+def _shard_split(dataset: ShardDataset, table: pd.DataFrame, classes: Sequence[str]) -> Split:
+    """The pictures that have a label. table: label and group by uid."""
+    rows = [row for row, uid in enumerate(dataset.uids) if uid in table.index]
+    keys = [dataset.uids[row] for row in rows]
+    found = table.loc[keys]
+
+    def open_row(number: int) -> Image.Image:
+        return Image.fromarray(dataset.images([rows[number]])[0].permute(1, 2, 0).numpy())
+
+    mark = fingerprint([dataset.version, dataset.split, keys])
+    return Split(_numbers(found["label"].tolist(), classes), open_row, keys, mark, found["group"].tolist())
+
+
 KINDS: dict[str, Callable[[str], Labelled]] = {
     "imagefolder": _image_folder,
+    "shards": _shards,
     "torchvision": _torchvision,
     "webdataset": _webdataset,
 }

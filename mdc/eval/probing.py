@@ -84,7 +84,7 @@ def _one(
 ) -> tuple[str, ProbeResult]:
     """One seed's result with the best pooling, which alone meets the test pictures."""
     labels, classes = data.train.labels[kept], len(data.classes)
-    groups = [str(row) for row in kept]
+    groups = [data.train.groups[row] if data.train.groups else str(row) for row in kept]
     train = {name: torch.from_numpy(frozen.train[kept]).to(device) for name, frozen in poolings.items()}
     choices = {name: choose_head(rows, labels, groups, classes, grid, seed, on_epoch) for name, rows in train.items()}
     best = max(choices, key=lambda name: choices[name].accuracy)

@@ -94,7 +94,7 @@ def test_probe(model: Path, pictures: Path, tmp_path: Path) -> None:
     wide = ("--poolings", "mean,max", "--shots", "2")
     done = run("probe", f"imagefolder:{pictures}", "--model", model, *quick, *wide, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
-    results = read_json(tmp_path / "out" / "results.json")
+    (results,) = read_json(tmp_path / "out" / "results.json")["sets"]
     by_name = {(row["features"], row["method"]): row for row in results["rows"]}
     assert {features for features, _ in by_name} == {str(model), f"{model}, untrained", "pixels 16x16"}
     assert {method for _, method in by_name} == {"linear probe", "2-shot probe", "10-NN", "20-NN"}
@@ -144,7 +144,8 @@ def test_encoders_of_others_have_their_place(pictures: Path, tmp_path: Path) -> 
     quick = ("--epochs", 2, "--seeds", 1, "--cache", tmp_path / "cache", "--device", "cpu", "--out", tmp_path / "out")
     done = run("probe", f"imagefolder:{pictures}", "--model", other, *quick)
     assert done.exit_code == 0, done.output
-    names = {row["features"] for row in read_json(tmp_path / "out" / "results.json")["rows"]}
+    (results,) = read_json(tmp_path / "out" / "results.json")["sets"]
+    names = {row["features"] for row in results["rows"]}
     assert names == {other, "pixels 16x16"}
     assert "writes no captions" in str(refused("fill", pictures / "a.png", "a [MASK]", "--model", other))
     assert "cannot score captions" in str(refused("zeroshot", f"imagefolder:{pictures}", "--model", other))

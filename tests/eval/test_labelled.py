@@ -121,6 +121,16 @@ def test_every_layout_is_read(tmp_path: Path, kind: str) -> None:
     assert open_labelled(make(tmp_path / "again")).train.mark == data.train.mark != data.test.mark
 
 
+def test_labelled_shards_are_read_with_their_groups(shards: Path, unlabelled: Path) -> None:
+    data = open_labelled(f"shards:{shards}")
+    assert (data.classes, len(data.train), len(data.test)) == (["blue", "green", "red"], 42, 18)
+    assert len(set(data.train.groups)) == 7
+    for number in range(len(data.test)):
+        assert np.asarray(data.test.open(number)).mean((0, 1)).argmax() == [2, 1, 0][data.test.labels[number]]
+    with pytest.raises(UserError, match="has 0 classes"):
+        open_labelled(f"shards:{unlabelled}")
+
+
 def test_a_class_only_in_test_is_unknown(tmp_path: Path) -> None:
     name = image_folder(tmp_path)
     (tmp_path / "val" / "red").rename(tmp_path / "val" / "violet")
