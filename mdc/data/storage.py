@@ -4,6 +4,7 @@ At 100 million pairs the tars are terabytes. With `shard.target` they go to a pl
 DVC versions holds their names, sizes and checksums.
 """
 
+import errno
 import hashlib
 import shutil
 from collections.abc import Callable, Mapping
@@ -40,14 +41,14 @@ class Storage:
         """
         try:
             return action()
-        except OSError:
-            raise
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise UserError(f"{self.place}: {error}; run again to continue") from None
         except ImportError as error:
             raise UserError(f"{self.place}: {error}; for s3:// run `pip install 'mdc[s3]'`") from None
         except Exception as error:
-            raise UserError(
-                f"{self.place}: {type(error).__name__}: {error}; finished files are kept, run again"
-            ) from None
+            raise UserError(f"{self.place}: {type(error).__name__}: {error}; run again to continue") from None
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file by its name; empty where there is no such folder."""
