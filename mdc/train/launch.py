@@ -54,7 +54,7 @@ def pretrain(params: Params | Path, shards: Path, output: Path, runs: Path) -> N
         work = work_folder(params, shards, runs)
         run_as_job(params, work, output, partial(_close_tracking, params, work))
     else:
-        take_part(params, shards, output, runs, params.compute.endpoint)
+        take_part(params, shards, output, runs, params.compute.endpoint if params.compute.launcher == "hosts" else "")
 
 
 def take_part(params: Params, shards: Path, output: Path, runs: Path, endpoint: str) -> None:
@@ -90,12 +90,15 @@ def _persevere(params: Params, work: Path, attempt: Callable[[], Exception | Non
         lost, newest = 0, _newest_step(work)
         failures = 1 if newest > saved else failures + 1
         saved = newest
-        repeats = isinstance(cause, UserError) or any(f": {kind}:" in str(cause) for kind in REPEATING)
-        if repeats or failures > params.compute.restarts:
+        if _would_repeat(cause) or failures > params.compute.restarts:
             _close_tracking(params, work, "FAILED")
             raise cause
         start = f"the checkpoint of step {newest}" if newest else "the start"
         log.warning("%s; again from %s (%d of %d)", cause, start, failures, params.compute.restarts)
+
+
+def _would_repeat(cause: Exception) -> bool:
+    return isinstance(cause, UserError) or any(f": {kind}:" in str(cause) for kind in REPEATING)
 
 
 def _newest_step(work: Path) -> int:
@@ -130,8 +133,12 @@ def _try(params: Params, work: Path, command: Sequence[str], place: MeetingPlace
             f"{params.compute.rendezvous_timeout:g} s; the output on each of them says more"
         ) from None
     except (RendezvousError, DistError) as error:
-        kind = MeetingLost if place is not None else TrainingFailed
-        cause = kind(f"the meeting of the hosts broke off ({type(error).__name__}: {str(error).splitlines()[0]})")
+        cause = (MeetingLost if place is not None else TrainingFailed)(
+            f"the meeting of the hosts broke off ({type(error).__name__}: {str(error).splitlines()[0]})"
+        )
+        recorded = _recorded(work / FAILURE, params.compute.rank_timeout)
+        if recorded is not None and _would_repeat(recorded):  # which is why the others have left
+            cause = recorded
     except SignalException as stopped:
         _close_tracking(params, work, "KILLED")
         raise KeyboardInterrupt if stopped.sigval == signal.SIGINT else Terminated from None
@@ -158,20 +165,28 @@ def _torchrun(processes: int, arguments: Sequence[str]) -> None:
             signal.signal(number, handler)
 
 
+def _recorded(failure: Path, rank_timeout: float) -> Exception | None:
+    """The first failure, from the file where its rank left it."""
+    if not failure.is_file():
+        return None
+    record: dict[str, Any] = files.read_json(failure)
+    if record["mistake"]:
+        return UserError(record["message"])
+    silent = "imed out" in record["message"]  # gloo's and NCCL's words
+    hint = f"; another rank was silent for compute.rank_timeout = {rank_timeout:g} s" if silent else ""
+    return TrainingFailed(
+        f"rank {record['rank']} on {record['host']} failed: {record['message']} (traceback above){hint}"
+    )
+
+
 def _cause(error: ChildFailedError, failure: Path, rank_timeout: float) -> Exception:
-    """The first failure, from the file where its rank left it; a rank that was killed could leave none.
+    """The first failure; a rank that was killed could leave no record.
 
     Raises KeyboardInterrupt where the ranks have agreed to end on Ctrl-C, which another host may have received.
     """
-    if failure.is_file():
-        record: dict[str, Any] = files.read_json(failure)
-        if record["mistake"]:
-            return UserError(record["message"])
-        silent = "imed out" in record["message"]  # gloo's and NCCL's words
-        hint = f"; another rank was silent for compute.rank_timeout = {rank_timeout:g} s" if silent else ""
-        return TrainingFailed(
-            f"rank {record['rank']} on {record['host']} failed: {record['message']} (traceback above){hint}"
-        )
+    recorded = _recorded(failure, rank_timeout)
+    if recorded is not None:
+        return recorded
     rank, first = error.get_first_failure()
     if first.exitcode == 128 + signal.SIGINT:
         raise KeyboardInterrupt
