@@ -3,9 +3,9 @@
 What a path gets (N is a number; every number has a picture of its own):
 /ok/N.png a picture; /flaky/N 503 and then the picture; /busy/N 429 with `Retry-After: 1` and then the picture;
 /closed/N always 429 with `Retry-After: 3600`; /status/CODE that code; /drip and /drip-headers a byte now and then;
-/endless bytes without end; /announced a huge Content-Length; /cut and /longer one that is too large and too small;
-/reset a connection that is reset in mid-body; /chunks a chunked body without its end; /html a page as JPEG;
-/empty nothing; /half a truncated JPEG; /bomb few bytes and many pixels; /wide and /tiny pictures of bad sizes;
+/endless and /endless-redirection bytes without end; /announced a huge Content-Length; /cut and /longer one that is too
+large and too small; /reset a connection that is reset in mid-body; /chunks a chunked body without its end; /html a page
+as JPEG; /empty nothing; /half a truncated JPEG; /bomb few bytes and many pixels; /wide and /tiny pictures of bad sizes;
 /loop a redirection to itself; /to-file one to a file: URL; /to/PATH one to PATH at the other name of this host;
 /opted-out/WORD `X-Robots-Tag: WORD`; anything else 404. /robots.txt is `robots`, or 404 where that is None.
 """
@@ -165,6 +165,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_endless(self) -> None:
         self.send_response(200)
+        self.end_headers()
+        while True:
+            self.wfile.write(bytes(2**16))
+
+    def do_endless_redirection(self) -> None:
+        self.send_response(302)
+        self.send_header("Location", "/ok/0")
         self.end_headers()
         while True:
             self.wfile.write(bytes(2**16))

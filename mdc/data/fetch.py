@@ -18,6 +18,7 @@ from urllib.parse import quote, urlsplit
 
 CHUNK = 2**16
 REDIRECTS = 10  # at most
+HEADERS = 2**20  # bytes that an answer may have beside its body
 ROBOTS_BYTES = 500 * 2**10  # that are heeded (RFC 9309, section 2.5)
 # and http_5xx
 RETRYABLE = {"timeout", "dns", "refused", "connection", "incomplete", "http_429", "retry_after"}
@@ -70,10 +71,11 @@ def is_retryable(reason: str) -> bool:
 
 
 class _Clock:
-    """The time that one picture may take. Waiting for a turn does not count."""
+    """The time that one picture may take, waiting for a turn not counted, and the bytes of each of its tries."""
 
     def __init__(self, limits: Limits) -> None:
         self._timeout = limits.timeout
+        self._most = limits.max_bytes + HEADERS
         self._end = time.monotonic() + limits.deadline
 
     def left(self) -> float:
@@ -84,6 +86,11 @@ class _Clock:
         if self.left() <= 0:
             raise TimeoutError("the deadline has passed")
         return min(self._timeout, self.left())
+
+    def check_size(self, received: int) -> None:
+        """Raise FetchFailed (too_large). Bodies of redirections are read as well, by urllib and to their end."""
+        if received > self._most:
+            raise FetchFailed("too_large", f"more than {self._most} bytes")
 
     def stopped_since(self, moment: float) -> None:
         self._end += time.monotonic() - moment
@@ -96,13 +103,17 @@ class _TimedFile(io.RawIOBase):
         self._socket = sock
         self._clock = clock
         self._raw = sock.makefile("rb", buffering=0)
+        self._received = 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int | None:
         self._socket.settimeout(self._clock.wait())
-        return self._raw.readinto(buffer)
+        size = self._raw.readinto(buffer)
+        self._received += size or 0
+        self._clock.check_size(self._received)
+        return size
 
     def close(self) -> None:
         self._raw.close()
@@ -135,47 +146,49 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-class _Http(urllib.request.HTTPHandler):
-    def __init__(self, clock: _Clock) -> None:
-        super().__init__()
-        self._clock = clock
+class _Request(urllib.request.Request):
+    """A request with its clock, and what is asked before each redirection."""
 
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(partial(_connect, http.client.HTTPConnection, self._clock), request)
+    def __init__(self, url: str, user_agent: str, clock: _Clock, check: Callable[[str], None]) -> None:
+        super().__init__(url, headers={"User-Agent": user_agent})
+        self.clock, self.check, self.user_agent = clock, check, user_agent
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, request: Any) -> http.client.HTTPResponse:
+        return self.do_open(partial(_connect, http.client.HTTPConnection, request.clock), request)
 
 
 class _Https(urllib.request.HTTPSHandler):
-    def __init__(self, clock: _Clock) -> None:
+    def __init__(self) -> None:
         super().__init__(context=_tls())
-        self._clock = clock
 
-    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(partial(_connect, http.client.HTTPSConnection, self._clock), request, context=_tls())
+    def https_open(self, request: Any) -> http.client.HTTPResponse:
+        return self.do_open(partial(_connect, http.client.HTTPSConnection, request.clock), request, context=_tls())
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
     max_redirections = REDIRECTS
 
-    def __init__(self, check: Callable[[str], None]) -> None:
-        self._check = check
-
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> _Request | None:
         request = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if request is not None:
-            self._check(request.full_url)
-        return request
+        if request is None:
+            return None
+        req.check(request.full_url)
+        return _Request(request.full_url, req.user_agent, req.clock, req.check)
 
 
-def _opener(clock: _Clock, use_proxy: bool, check: Callable[[str], None]) -> urllib.request.OpenerDirector:
+@cache
+def _opener(use_proxy: bool) -> urllib.request.OpenerDirector:
     """HTTP and HTTPS only: a list from the web must not read `file:` URLs of this machine."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler(None if use_proxy else {}),
         urllib.request.UnknownHandler(),
-        _Http(clock),
-        _Https(clock),
+        _Http(),
+        _Https(),
         urllib.request.HTTPDefaultErrorHandler(),
-        _Redirects(check),
+        _Redirects(),
         urllib.request.HTTPErrorProcessor(),
     ):
         opener.add_handler(handler)
@@ -249,10 +262,9 @@ def _read_start(response: Any, size: int) -> bytes:
 
 def _get(url: str, limits: Limits, clock: _Clock, check: Callable[[str], None], read: Callable[[Any], bytes]) -> bytes:
     """One request and its redirections. Raises FetchFailed."""
-    opener = _opener(clock, not _is_ours(url, limits), check)
     try:
-        request = urllib.request.Request(url, headers={"User-Agent": limits.user_agent})
-        with opener.open(request, timeout=clock.wait()) as response:
+        request = _Request(url, limits.user_agent, clock, check)
+        with _opener(use_proxy=not _is_ours(url, limits)).open(request, timeout=clock.wait()) as response:
             return read(response)
     except urllib.error.HTTPError as error:
         error.close()

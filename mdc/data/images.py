@@ -6,7 +6,7 @@ A picture is decoded whole at once, so that no damaged one reaches a shard. What
 import io
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,11 +76,9 @@ def to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
     return image.convert("RGB")
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    try:
-        return ImageOps.exif_transpose(image)
-    except Exception:  # a broken EXIF block raises whatever its bytes led to, and must not lose the picture
-        return image
+def _turn_upright(image: Image.Image) -> None:
+    with suppress(Exception):  # a broken EXIF block raises whatever its bytes led to, and must not lose the picture
+        ImageOps.exif_transpose(image, in_place=True)
 
 
 def decode(
@@ -102,7 +100,8 @@ def decode(
                 raise Rejected("too_small", f"{width}x{height}")
             mode = image.mode
             image.load()
-            return to_rgb(_upright(image), background), mode
+            _turn_upright(image)
+            return to_rgb(image, background), mode
     except Rejected:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
@@ -128,6 +127,7 @@ def resize_shorter(image: Image.Image, size: int) -> Image.Image:
 def encode(image: Image.Image, image_format: str, quality: int) -> bytes:
     """JPEG without chroma subsampling, PNG, or WebP, with no metadata; equal pixels give equal bytes."""
     buffer = io.BytesIO()
+    image.info = {}  # Pillow would write comments and colour profiles from there
     options: dict[str, int] = {} if image_format == "png" else {"quality": quality}
     if image_format == "jpg":
         options["subsampling"] = 0  # at training sizes the colour planes are too small to halve

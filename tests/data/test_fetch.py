@@ -32,6 +32,7 @@ def test_a_server_that_never_stops_meets_the_deadline(server: Any, path: str) ->
     ("path", "expected"),
     [
         ("endless", "too_large"),
+        ("endless-redirection", "too_large"),
         ("announced", "too_large"),
         ("status/404", "http_404"),
         ("status/503", "http_503"),

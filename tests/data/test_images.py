@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from misbehaving import bomb
-from PIL import Image
+from PIL import Image, ImageCms
 
 from mdc.config import DownloadParams
 from mdc.data.images import Rejected, decode, store
@@ -145,6 +145,15 @@ def test_damaged_bodies_are_refused() -> None:
     assert reason(encoded(Image.new("RGB", (2000, 1)))) == "aspect_ratio"
     assert reason(encoded(Image.new("RGB", (7, 9)))) == "too_small"
     assert reason(encoded(Image.new("F", (8, 8), 0.5), "TIFF")) == "mode"
+
+
+@pytest.mark.parametrize("image_format", ["jpg", "png", "webp"])
+def test_nothing_but_pixels_is_stored(image_format: str) -> None:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    data = encoded(Image.new("RGB", (8, 8)), "JPEG", comment="secret", icc_profile=profile, exif=Image.Exif())
+    stored = store(data, PARAMS.model_copy(update={"image_format": image_format})).data
+    assert b"secret" not in stored
+    assert not {"comment", "icc_profile", "exif"} & set(Image.open(io.BytesIO(stored)).info)
 
 
 def test_pillow_is_left_as_it_was() -> None:
