@@ -14,6 +14,7 @@ ROWS = {
     "clip": "bench.clip",
     "growth": "bench.growth",
     "download": "bench.download",
+    "preparing": "bench.preparing",
     "loader": "bench.loader",
     "start": "bench.start",
     "probe": "bench.probe",

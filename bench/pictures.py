@@ -37,7 +37,8 @@ def _photographs() -> list[Image.Image]:
     return [Image.open(path).convert("RGB") for path in paths]
 
 
-def _crops(count: int) -> Iterator[Image.Image]:
+def crops(count: int) -> Iterator[Image.Image]:
+    """Pictures of at least STORED pixels a side."""
     photographs, generator = _photographs(), np.random.Generator(np.random.PCG64(0))
     noise_HWC = generator.normal(0, 2, (1024, 1024, 3))
     for number in range(count):
@@ -63,7 +64,7 @@ def write_img2dataset(folder: Path, count: int) -> None:
     folder.mkdir()
     resizer = Resizer(STORED, "keep_ratio", resize_only_if_bigger=False)
     schema = pa.schema([("key", pa.string()), ("caption", pa.string())])
-    pairs = zip(_crops(count), _captions(count), strict=True)
+    pairs = zip(crops(count), _captions(count), strict=True)
     for shard in range(-(-count // PER_SHARD)):
         writer = WebDatasetSampleWriter(shard, str(folder), True, 5, schema, "jpg")
         for number in range(shard * PER_SHARD, min((shard + 1) * PER_SHARD, count)):
