@@ -1,10 +1,11 @@
 """Row `captions`: captions written a second, against Hugging Face's `generate` on a model of the same sizes."""
 
 import torch
+from transformers import GenerationConfig
 
 from bench.frame import Result, in_turn, rates
 from bench.hugging_face import hugging_face
-from bench.training import Ours, hyperparameters
+from bench.training import BOS, EOS, PAD, Ours, hyperparameters
 from mdc.generate import generate
 from mdc.model.captioner import Captioner
 
@@ -16,6 +17,15 @@ def measure() -> list[Result]:
     masked = Ours(hyper).model.eval()
     causal = Ours(hyperparameters("autoregressive")).model.eval()
     theirs_model = hugging_face(hyper).model.eval()
+    theirs_model.generation_config = GenerationConfig(
+        decoder_start_token_id=BOS,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        min_new_tokens=LENGTH,
+        max_new_tokens=LENGTH,
+        do_sample=False,
+        num_beams=1,
+    )
     generator = torch.Generator().manual_seed(0)
     images_MCHW = torch.randn(IMAGES, 3, hyper.image_size, hyper.image_size, generator=generator)
     lengths: dict[str, torch.Tensor] = {}
@@ -28,9 +38,7 @@ def measure() -> list[Result]:
 
     def theirs() -> None:
         with torch.no_grad():
-            made = theirs_model.generate(
-                pixel_values=images_MCHW, min_new_tokens=LENGTH, max_new_tokens=LENGTH, do_sample=False, num_beams=1
-            )
+            made = theirs_model.generate(pixel_values=images_MCHW)
         lengths["theirs"] = torch.full((IMAGES,), made.shape[1] - 1)  # without the first, which is given
 
     steps = -(-(LENGTH - 1) // AT_ONCE)

@@ -26,7 +26,8 @@ from mdc.files import damage, fingerprint, read_json, sha256, whole_folder, writ
 FLAT_BELOW = 20_000  # vectors; below it exact search is quick enough and lists would be small
 LISTS_PER_ROOT = 4  # inverted lists: 4 sqrt(n), the lower end of what FAISS's guidelines suggest
 POINTS_PER_LIST = 39  # the fewest training points per list that FAISS's k-means asks for
-TRAINED_PER_LIST = 64  # points per list that k-means sees, at most
+TRAINED_PER_LIST = 40  # points per list that k-means sees, at most
+ROUNDS = 10  # of k-means
 GROWTH = 2.0  # times as many vectors as the lists were made for: then they are made anew
 PROBE_QUERIES = 256  # queries on which the visited lists are chosen and recall is measured
 WANTED_RECALL = 0.97  # of those queries, for which more lists are visited: 0.95 with a margin for other queries
@@ -302,7 +303,7 @@ def _inverted(unit: Vectors, lists: int) -> faiss.Index:
     dimension = unit.shape[1]
     quantizer = faiss.IndexFlatIP(dimension)
     index = faiss.IndexIVFFlat(quantizer, dimension, lists, faiss.METRIC_INNER_PRODUCT)
-    index.cp.spherical = True
+    index.cp.spherical, index.cp.niter = True, ROUNDS
     index.train(unit[_spread(len(unit), TRAINED_PER_LIST * lists)])
     return index
 
