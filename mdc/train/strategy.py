@@ -45,9 +45,9 @@ def spread(model: nn.Module, strategy: str, device: torch.device, bf16: bool) ->
     """Bring `model`, the same on every rank, to `device`; returns what the loop calls in its place.
 
     FSDP shards every layer on its own and what is left of the model as one more, so that a device holds one layer
-    whole at a time, from the start. With bf16 the layers' weights travel in bfloat16, gradients in float32; which
-    operation computes in what is left to autocast, as with DDP. Parameters without gradients (averages) are sharded
-    the same way.
+    whole at a time, from the start. With bf16 on GPUs the layers' weights travel in bfloat16, gradients in float32;
+    which operation computes in what is left to autocast, as with DDP (on the CPU it knows no rounded norms, and weights
+    travel in float32). Parameters without gradients (averages) are sharded the same way.
     """
     if dist.world_size() == 1 or strategy == "ddp":
         model.to(device)
@@ -56,7 +56,9 @@ def spread(model: nn.Module, strategy: str, device: torch.device, bf16: bool) ->
         return DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
     mesh = init_device_mesh(device.type, (dist.world_size(),))
     travel = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=torch.bfloat16 if bf16 and device.type == "cuda" else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
     )
     for layer in _layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=travel)
