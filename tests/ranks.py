@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def _observe(record: Record, stop_at: int | None) -> None:
         record.asked += 1
         return agree(values)
 
-    def clipped(parameters: list[torch.nn.Parameter], scale: Tensor, max_norm: float) -> Tensor:
+    def clipped(parameters: Iterable[torch.nn.Parameter], scale: Tensor, max_norm: float) -> Tensor:
         norm = clip(parameters, scale, max_norm)
         record.norms.append(float(norm))
         record.gradients.append(strategy.host_copy({number: p.grad for number, p in enumerate(parameters)}, keep=True))
@@ -63,7 +63,9 @@ def _observe(record: Record, stop_at: int | None) -> None:
     trainer.set_learning_rate = rated
 
 
-def _rank(environment: dict[str, str], params: Params, paths: tuple[Path, ...], result: Path, **how: Any) -> None:
+def _rank(
+    environment: dict[str, str], params: Params, paths: tuple[Path, Path, Path], result: Path, **how: Any
+) -> None:
     os.environ.update(environment)
     multiprocessing.set_start_method("fork", force=True)  # for loader processes, as in a process of its own
     torch.set_num_threads(1)
