@@ -5,7 +5,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -158,8 +158,7 @@ def download(params: DownloadParams, compute: ComputeParams, work: Path, output:
     Raises UserError for an input that cannot be used, before any request, and for too few successes.
     """
     check_places(params.input, output, work)
-    with _full_disk_named(work):
-        plan = write_plan(params, work)
+    with _full_disk_named(work), closing(write_plan(params, work)) as plan:
         identity = _identity(params, plan)
         ledger = Ledger(work / "parts", plan, identity)
         if params.kind == "urls" and _was_made_by(output, identity):  # pictures that are here may have changed
@@ -182,7 +181,6 @@ def download(params: DownloadParams, compute: ComputeParams, work: Path, output:
             }
             inputs = {"list": plan.digest(), "params": params.model_dump(mode="json"), "identity": identity}
             write_manifest(temporary, inputs, counts)
-        plan.close()
         shutil.rmtree(work)
 
 

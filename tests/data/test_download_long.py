@@ -20,6 +20,7 @@ from misbehaving import Server, serving
 
 from mdc.config import ComputeParams, DownloadParams
 from mdc.data.download import download, read_metadata
+from mdc.errors import UserError
 from mdc.files import read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -154,6 +155,34 @@ def test_twenty_kills_at_random_moments_change_nothing(
             shutil.rmtree(output)
         process.wait()
     assert files_of(finished(params, tmp_path)) == whole
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of two megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "small", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_is_named_and_nothing_is_lost_by_it(
+    tmp_path: Path, server: Server, small_disk: Path, files_of: Callable[[Path], dict[str, bytes]]
+) -> None:
+    params = pictures(tmp_path / "list.parquet", server, 40).model_copy(
+        update={"image_size": 256, "image_format": "png"}
+    )
+    whole = files_of(finished(params, tmp_path / "undisturbed"))
+    with pytest.raises(UserError, match="the disk is full"):
+        finished(params, small_disk)
+    assert not (small_disk / "out").exists()
+    server.reset()
+    subprocess.run(["mount", "-o", "remount,size=50m", str(small_disk)], check=True)
+    assert files_of(finished(params, small_disk)) == whole
+    assert 0 < server.requests.total() < 40
 
 
 @contextlib.contextmanager
