@@ -23,14 +23,13 @@ from scipy.sparse.csgraph import connected_components
 
 from mdc.config import CaptionParams, DownloadParams
 from mdc.data.images import Rejected, decode
-from mdc.data.tables import database, one_row, parquet, stream
+from mdc.data.tables import DUPLICATES, database, one_row, parquet, stream
 from mdc.data.tars import members
 from mdc.errors import UserError
 from mdc.files import whole_folder, write_json
 
 WORDS = ("hash_0", "hash_1", "hash_2", "hash_3")  # of 64 bits
 BITS = 256  # of a perceptual hash
-DUPLICATES = "duplicates.json"
 TOP = 20  # pictures listed in it
 REPEATED, EXCLUDED, DUPLICATE = "repeated_picture", "evaluation_picture", "duplicate_picture"
 DECISION_SCHEMA = pa.schema([("uid", pa.string()), ("group", pa.string()), ("reason", pa.string())])

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 
 from mdc.config import CaptionParams, ComputeParams
 from mdc.data import text
-from mdc.data.alike import DECISION_SCHEMA, DUPLICATES, WORDS, decide, evaluation_files, hashes_in
+from mdc.data.alike import DECISION_SCHEMA, WORDS, decide, evaluation_files, hashes_in
 from mdc.data.parallel import ONE_WORKER, for_each
-from mdc.data.tables import database, one_row, parquet
+from mdc.data.tables import DUPLICATES, database, one_row, parquet
 from mdc.data.text import MISSING
 from mdc.data.tokenizer import FILE as TOKENIZER_FILE
 from mdc.data.tokenizer import CaptionTokenizer

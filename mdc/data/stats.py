@@ -8,8 +8,7 @@ from typing import Any
 import duckdb
 import pyarrow.parquet as pq
 
-from mdc.data.alike import DUPLICATES
-from mdc.data.tables import database, one_row, parquet
+from mdc.data.tables import DUPLICATES, database, one_row, parquet
 from mdc.errors import UserError
 from mdc.files import MANIFEST, read_json
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 MEMORY = "512MB"  # of DuckDB; the rest of a stage takes about as much again
 THREADS = 2  # each takes memory of its own
 BATCH = 50_000  # rows
+DUPLICATES = "duplicates.json"  # of the caption stage, see `alike`
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from mdc.config import CONTRASTIVE, Params, PretrainParams, Section, pairs_in_sh
 from mdc.data.tokenizer import MASK
 from mdc.files import MANIFEST, fingerprint, read_manifest, sha256, whole_folder, write_manifest
 from mdc.report import figures, words
+from mdc.report.data_tables import duplicate_sentence
 from mdc.report.figures import Dots
 from mdc.report.run import SPLITS, Run, read_run
 from mdc.report.tables import (
@@ -124,6 +125,9 @@ def render(run: Run) -> str:
         compositional=_compositional(run),
         flow=_flow(run),
         dropped=_dropped(run),
+        hosts=_hosts(run),
+        sides=_sides(run),
+        duplicates=duplicate_sentence(run.stats),
         stored_size=_stored_size(run),
         pairs=_pairs(run),
         training=_training(run),
@@ -389,6 +393,19 @@ def _dropped(run: Run) -> Table:
             for stage, reason, n in lost
         ),
     )
+
+
+def _hosts(run: Run) -> Markup:
+    rows = [(host.name or "the sample", host.listed) for host in run.stats.hosts]
+    description = f"Rows of the list by host, the {count(len(rows))} with the most of {count(run.stats.host_count)}."
+    return figures.bar_figure("hosts", rows, "rows of the list", description)
+
+
+def _sides(run: Run) -> Markup | None:
+    rows = [(f"{count(side)}–{count(2 * side - 1)}", number) for side, number in run.stats.sides.items()]
+    if not rows:
+        return None
+    return figures.bar_figure("sides", rows, "pictures", "Pictures by their shorter side as it came, in pixels.")
 
 
 # The pairs

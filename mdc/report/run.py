@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from mdc.config import ModelConfig, Params
+from mdc.data.stats import Stats, read_stats
 from mdc.data.tokenizer import CaptionTokenizer
 from mdc.files import read_json
 from mdc.report.pictures import Pictures
@@ -52,6 +53,7 @@ class Run:
     compositional: dict[str, Any] | None
     written: dict[str, Any] | None
     neighbours: dict[str, Any] | None
+    stats: Stats  # of the list and its pictures
     notes: dict[str, str]  # by part: why it is None
     pictures: Pictures
 
@@ -83,6 +85,7 @@ def read_run(
         features=np.load(features / "model.npy", mmap_mode="r").shape,
         metrics=read_json(evaluation / "metrics.json"),
         pictures=Pictures.read(shards, {*first_pairs, *_uids(parts)}, index["image_format"]),
+        stats=read_stats(downloaded, captions, shards),
         notes={field: found[name].get("note", "") for name, (field, _) in PARTS.items()},
         **parts,
     )
