@@ -61,7 +61,7 @@ class ListFile:
 
     @property
     def name(self) -> str:
-        return PurePosixPath(self.path).name
+        return self.path.rpartition("/")[2]
 
 
 def is_missing(caption: str | None) -> bool:
@@ -380,7 +380,7 @@ def make_record(
     cannot name a file. Reasons: no_url, missing_caption, line_break (no caption is without a tab or line break).
     """
     found = list(dict.fromkeys([*captions, *_captions(values, params)]))
-    whole = [(source, text) for source, text in found if not any(c in text for c in "\t\n\r")]
+    whole = [(source, text) for source, text in found if not ("\n" in text or "\t" in text or "\r" in text)]
     if not url.strip():
         dropped = "no_url"
     elif whole or not params.caption_columns:
