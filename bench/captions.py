@@ -1,5 +1,7 @@
 """Row `captions`: captions written a second, against Hugging Face's `generate` on a model of the same sizes."""
 
+from typing import Any
+
 import torch
 from transformers import GenerationConfig
 
@@ -16,7 +18,7 @@ def measure() -> list[Result]:
     hyper = hyperparameters()
     masked = Ours(hyper).model.eval()
     causal = Ours(hyperparameters("autoregressive")).model.eval()
-    theirs_model = hugging_face(hyper).model.eval()
+    theirs_model: Any = hugging_face(hyper).model.eval()
     theirs_model.generation_config = GenerationConfig(
         decoder_start_token_id=BOS,
         pad_token_id=PAD,

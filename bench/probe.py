@@ -1,7 +1,6 @@
 """Row `probe`: a grid of forty linear heads on frozen features, against scikit-learn over the same penalties."""
 
 import warnings
-from functools import partial
 
 import numpy as np
 import torch
@@ -55,7 +54,8 @@ def measure() -> list[Result]:
             f"{len(PENALTIES)} heads on {ROWS:,} x {WIDTH} features, {CLASSES} classes",
             "scikit-learn `LogisticRegression` at the same penalties",
             "heads/s",
-            *map(partial(rates, len(PENALTIES)), (taken["ours"], taken["theirs"])),
+            rates(len(PENALTIES), taken["ours"]),
+            rates(len(PENALTIES), taken["theirs"]),
             aim=5.0,
             compared=f"{EPOCHS} passes with all heads side by side, against L-BFGS to its own tolerance, head by head. "
             f"Test accuracy of the best head: {100 * best['ours']:.2f} % and {100 * best['theirs']:.2f} %; over all "

@@ -24,9 +24,10 @@ from mdc.train.checkpoint import LoadedModel, load_model, untrained_model
 
 LENGTH = 15  # tokens of a caption where none is given, or the model's longest
 BATCH = 64  # images in one pass of the encoder
-POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {  # [B, P, D] -> [B, D]
+POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {  # [B, P, D] -> [B, D], or as it is
     "mean": lambda patches_BPD: patches_BPD.mean(1),
     "max": lambda patches_BPD: patches_BPD.amax(1),
+    "none": lambda patches_BPD: patches_BPD,
 }
 
 
@@ -77,8 +78,8 @@ class Captioner:
     def encode(self, images: Images, pooling: str = "mean", layer: int | None = None) -> Tensor:
         """Features of pictures, `[B, D]` float32 on the CPU: those used for probes are the mean of the patches.
 
-        pooling: mean or max. layer: None is the encoder's output; a number is a block of it, from 0 or, from its end,
-        -1, behind the final norm.
+        pooling: mean, max, or none for the patches, `[B, P, D]`. layer: None is the encoder's output; a number is a
+        block of it, from 0 or, from its end, -1, behind the final norm.
         """
         pool = choose("pooling", pooling, POOLINGS)
         rows = [pool(self._encoded(part, layer)).float().cpu() for part in self._batches(images)]

@@ -268,6 +268,7 @@ def probe(
     layer: Annotated[
         int | None, typer.Option(help="Block of the encoder, from 0, or -1 the last; for our models.")
     ] = None,
+    attentive: Annotated[bool, typer.Option(help="Also a probe that attends to the patches; for our models.")] = False,
     floors: Annotated[bool, typer.Option(help="Also raw pixels and the untrained encoder.")] = True,
     cache: Annotated[Path, typer.Option(help="Where features are kept.")] = Path("runs/features"),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -288,7 +289,7 @@ def probe(
     options = Options(grid, seeds, seed, [int(number) for number in _numbers(shots)])
     with dist.process_group(chosen, timeout_s=3600):
         encoders = encoders_of(models, _names(poolings), layer, floors, chosen, seed)
-        results = [probe_all(encoders, each, options, cache, chosen) for each in sets]
+        results = [probe_all(encoders, each, options, cache, chosen, attentive) for each in sets]
         is_main = dist.is_main()
     if is_main:
         show(*map(probe_table, results))

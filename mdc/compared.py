@@ -30,4 +30,5 @@ def _encoder(name: str, model: Captioner, poolings: Sequence[str], layer: int | 
         pooling: (partial(model.encode, pooling=pooling, layer=layer), f"{model.fingerprint} {pooling} {layer}")
         for pooling in poolings
     }
-    return Encoder(name, ways)
+    patches = partial(model.encode, pooling="none", layer=layer), f"{model.fingerprint} patches {layer}"
+    return Encoder(name, ways, patches)

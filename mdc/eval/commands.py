@@ -20,7 +20,15 @@ from mdc.eval import retrieval
 from mdc.eval.caption_scores import score_written
 from mdc.eval.frozen import Encode, frozen_features, pixels
 from mdc.eval.labelled import Labelled
-from mdc.eval.probing import Frozen, Options, probe_encoder, warnings
+from mdc.eval.probing import (
+    ATTENTIVE_DECAYS,
+    ATTENTIVE_RATES,
+    Frozen,
+    Options,
+    attend_encoder,
+    probe_encoder,
+    warnings,
+)
 from mdc.eval.references import Referenced
 from mdc.files import whole_folder, write_json, write_manifest
 from mdc.train.checkpoint import LoadedModel
@@ -32,10 +40,14 @@ THUMBNAIL = 192  # pixels
 
 @dataclass(frozen=True)
 class Encoder:
-    """A set of features to probe: by pooling, how pictures become rows, with a mark of weights and transform."""
+    """A set of features to probe: by pooling, how pictures become rows, with a mark of weights and transform.
+
+    patches: the same without pooling, where there are patches.
+    """
 
     name: str
     poolings: Mapping[str, tuple[Encode, str]]
+    patches: tuple[Encode, str] | None = None
 
 
 def floor_of_pixels(size: int = PIXEL_SIZE) -> Encoder:
@@ -43,28 +55,35 @@ def floor_of_pixels(size: int = PIXEL_SIZE) -> Encoder:
 
 
 def probe_all(
-    encoders: Sequence[Encoder], data: Labelled, options: Options, cache: Path, device: torch.device
+    encoders: Sequence[Encoder],
+    data: Labelled,
+    options: Options,
+    cache: Path,
+    device: torch.device,
+    attentive: bool = False,
 ) -> dict[str, Any]:
-    """The table of all encoders on one labelled set, and what its reader must know."""
+    """The table of all encoders on one labelled set, and what its reader must know. attentive: also that probe."""
+
+    def made(name: str, encode: Encode, mark: str) -> Frozen:
+        splits = (("train", data.train), ("test", data.test))
+        train, test = (frozen_features(encode, mark, split, cache, f"{name}, {which}") for which, split in splits)
+        return Frozen(train, test)
+
     frozen = {
-        encoder.name: {
-            pooling: Frozen(
-                *(
-                    frozen_features(encode, mark, split, cache, f"{encoder.name}, {which}")
-                    for which, split in (("train", data.train), ("test", data.test))
-                )
-            )
-            for pooling, (encode, mark) in encoder.poolings.items()
-        }
+        encoder.name: {pooling: made(encoder.name, *how) for pooling, how in encoder.poolings.items()}
         for encoder in encoders
     }
+    patches = {each.name: made(each.name, *each.patches) for each in encoders if attentive and each.patches}
     rows: list[dict[str, Any]] = []
     if dist.is_main():
         heads = sum(len(each) + 1 for each in frozen.values()) * (1 + len(options.shots))
-        total = heads * options.seeds * options.grid.epochs
+        total = (heads + len(patches) * (len(ATTENTIVE_RATES) * len(ATTENTIVE_DECAYS) + 1)) * options.seeds
+        total *= options.grid.epochs
         with tqdm(total=total, desc="probe", unit="pass") as progress:
             for name, poolings in frozen.items():
                 rows += probe_encoder(name, poolings, data, options, device, lambda: progress.update())
+                if name in patches:
+                    rows.append(attend_encoder(name, patches[name], data, options, device, lambda: progress.update()))
     majority = np.bincount(data.train.labels, minlength=len(data.classes)).argmax()
     return {
         "data": data.name,

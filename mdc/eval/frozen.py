@@ -21,11 +21,11 @@ from mdc.files import MANIFEST, damage, fingerprint, whole_folder, write_manifes
 FEATURES = "features.npy"
 AT_ONCE = 256  # pictures
 
-Encode = Callable[[Sequence[Image.Image]], Tensor]  # N pictures -> [N, D] float32 on the CPU
+Encode = Callable[[Sequence[Image.Image]], Tensor]  # N pictures -> [N, D] or [N, P, D] float32 on the CPU
 
 
 def frozen_features(encode: Encode, mark: str, split: Split, cache: Path, name: str = "features") -> np.ndarray:
-    """`[N, D]` float16, mapped: row i belongs to picture i.
+    """`[N, D]`, or `[N, P, D]` of patches, as float16, mapped: row i belongs to picture i.
 
     mark: a hash of weights and transform; together with the split's it names the folder under `cache` where the
     features are kept. With several ranks each encodes its share and all see the whole. Raises UserError that names the
@@ -43,7 +43,11 @@ def frozen_features(encode: Encode, mark: str, split: Split, cache: Path, name: 
             parts.append(encode([split.open(i) for i in some]).to(torch.float16).numpy())
             progress.update(len(some))
     own = np.concatenate(parts) if parts else None
-    broken = [] if own is None else [split.keys[rows[i]] for i in np.flatnonzero(~np.isfinite(own).all(axis=1))]
+    broken = (
+        []
+        if own is None
+        else [split.keys[rows[i]] for i in np.flatnonzero(~np.isfinite(own.reshape(len(own), -1)).all(axis=1))]
+    )
     if all_broken := [key for each in dist.gather_objects(broken) for key in each]:
         raise UserError(
             f"features of {len(all_broken)} pictures are not finite or too large for float16: "

@@ -13,6 +13,7 @@ import torch
 
 from mdc.draws import derive_seed
 from mdc.eval import measures
+from mdc.eval.attentive import attentive_probe
 from mdc.eval.knn import knn_predict
 from mdc.eval.labelled import Labelled
 from mdc.eval.measures import Labels
@@ -38,6 +39,11 @@ class Options:
     seed: int
     shots: Sequence[int] = ()
     ks: Sequence[int] = (10, 20)
+
+
+# Of the attentive probe, whose heads train one after the other
+ATTENTIVE_RATES = (3e-4, 1e-3, 3e-3)
+ATTENTIVE_DECAYS = (0.01,)
 
 
 def probe_encoder(
@@ -71,6 +77,37 @@ def probe_encoder(
         row = {"features": name, "method": f"{k}-NN", "train": len(data.train), "test": len(data.test)}
         rows.append(row | _means([measured(predicted[:, None], data.test.labels)]))
     return rows
+
+
+def attend_encoder(
+    name: str,
+    patches: Frozen,
+    data: Labelled,
+    options: Options,
+    device: torch.device,
+    on_epoch: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """The row of the attentive probe. patches: `[N, P, D]` and `[M, P, D]`."""
+    groups = data.train.groups or [str(row) for row in range(len(data.train))]
+    results = [
+        attentive_probe(
+            patches.train,
+            data.train.labels,
+            groups,
+            patches.test,
+            len(data.classes),
+            ATTENTIVE_RATES,
+            ATTENTIVE_DECAYS,
+            options.grid.epochs,
+            options.grid.holdout,
+            derive_seed(options.seed, "probe", repeat),
+            device,
+            on_epoch,
+        )
+        for repeat in range(options.seeds)
+    ]
+    row = _probe_row(name, None, results, ["attention"] * options.seeds, len(data.train), data)
+    return {**row, "method": "attentive probe"}
 
 
 def _one(

@@ -91,17 +91,19 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_probe(model: Path, pictures: Path, tmp_path: Path) -> None:
     quick = ("--epochs", 5, "--seeds", 2, "--cache", tmp_path / "cache", "--device", "cpu")
-    wide = ("--poolings", "mean,max", "--shots", "2")
+    wide = ("--poolings", "mean,max", "--shots", "2", "--attentive")
     done = run("probe", f"imagefolder:{pictures}", "--model", model, *quick, *wide, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     (results,) = read_json(tmp_path / "out" / "results.json")["sets"]
     by_name = {(row["features"], row["method"]): row for row in results["rows"]}
     assert {features for features, _ in by_name} == {str(model), f"{model}, untrained", "pixels 16x16"}
-    assert {method for _, method in by_name} == {"linear probe", "2-shot probe", "10-NN", "20-NN"}
+    methods = {"linear probe", "2-shot probe", "10-NN", "20-NN", "attentive probe"}
+    assert {method for _, method in by_name} == methods
+    assert ("pixels 16x16", "attentive probe") not in by_name
     assert by_name["pixels 16x16", "linear probe"]["top_1"] == 1
     assert by_name[str(model), "2-shot probe"]["train"] == 6
     assert results["most_frequent_class"] == pytest.approx(1 / 3)
-    assert len(list((tmp_path / "cache").iterdir())) == 2 * (2 + 2 + 1)
+    assert len(list((tmp_path / "cache").iterdir())) == 2 * (3 + 3 + 1)
     layer = run("probe", f"imagefolder:{pictures}", "--model", model, *quick, "--layer", 0, "--no-floors")
     assert layer.exit_code == 0, layer.output
     assert "0 to 0" in str(refused("probe", f"imagefolder:{pictures}", "--model", model, *quick, "--layer", 1))

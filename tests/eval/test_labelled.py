@@ -3,6 +3,9 @@
 import gzip
 import io
 import json
+import multiprocessing
+import os
+import socket
 import struct
 import tarfile
 from collections.abc import Callable, Sequence
@@ -14,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from mdc import dist
 from mdc.errors import UserError
 from mdc.eval.frozen import frozen_features, pixels
 from mdc.eval.labelled import Labelled, Split, open_labelled
@@ -218,3 +222,44 @@ def test_a_part_has_a_mark_of_its_own(data: Labelled) -> None:
     assert len(part) == 4
     assert part.mark != data.test.mark
     assert data.test.first(None) is data.test
+
+
+def one_rank(rank: int, port: int, name: str, cache: Path, results: Path, factor: float) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    encode = Counting(factor)
+    with dist.process_group(torch.device("cpu"), timeout_s=60):
+        try:
+            made = frozen_features(encode, "a", open_labelled(name).train, cache)
+            np.savez(results / f"{rank}.npz", features=made, encoded=encode.count)
+        except UserError as error:
+            (results / f"{rank}.txt").write_text(str(error))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e6])
+def test_ranks_share_the_work_and_see_the_whole(tmp_path: Path, factor: float) -> None:
+    """19 pictures over two ranks: each is encoded once, and lies in its row; bad ones are told on both."""
+    name = image_folder(tmp_path / "data")
+    picture("red", 99).save(tmp_path / "data" / "train" / "red" / "99.png")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    arguments = (port, name, tmp_path / "cache", tmp_path, factor)
+    ranks = [fork.Process(target=one_rank, args=(rank, *arguments)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    if factor > 1:
+        messages = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+        assert messages[0] == messages[1]
+        assert "19 pictures are not finite" in messages[0]
+        return
+    alone = frozen_features(Counting(), "a", open_labelled(name).train, tmp_path / "alone")
+    found = [np.load(tmp_path / f"{rank}.npz") for rank in range(2)]
+    assert [int(each["encoded"]) for each in found] == [9, 10]
+    for each in found:
+        np.testing.assert_array_equal(each["features"], alone)
