@@ -353,7 +353,7 @@ class ComputeParams(Section):
     rank_timeout: float = Field(300.0, gt=0)  # seconds that ranks wait for a silent one before all of them fail
     preflight: bool = True  # look at shards, memory, disk and tracking before the first step
     peak_tflops: float = Field(0.0, ge=0)  # of one device in the precision used, 1e12/s; 0 = looked up, or measured
-    download_processes: int = Field(1, ge=1)
+    download_processes: int = Field(1, ge=1)  # with ray it is one per CPU of the cluster
     download_threads: int = Field(32, ge=1)  # per process
     distributor: Literal["multiprocessing", "ray"] = "multiprocessing"  # of downloads: this machine, or a cluster
     ray_address: str = "auto"  # of the cluster's head; auto = the one that runs on this machine

@@ -74,7 +74,7 @@ def _walk(fs: fsspec.AbstractFileSystem, root: str, folder: str, params: Downloa
     names = {entry["name"] for entry in entries}
     for entry in entries:
         path = PurePosixPath(entry["name"])
-        if path.name.startswith("."):
+        if path.name.startswith(".") or path == PurePosixPath(folder):  # object stores may list a folder in itself
             continue
         if entry["type"] == "directory":
             yield from _walk(fs, root, entry["name"], params)

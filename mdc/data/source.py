@@ -92,6 +92,11 @@ def root_of(place: str) -> str:
     return path if fs.isdir(path) else path.rpartition("/")[0]
 
 
+def root_address(place: str) -> str:
+    """As `root_of`, with the protocol, for another process to open."""
+    return open_place(place)[0].unstrip_protocol(root_of(place))
+
+
 def has_pattern(path: str) -> bool:
     return any(c in path for c in "*?[")
 

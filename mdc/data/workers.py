@@ -29,7 +29,7 @@ from mdc.data.local import read_here
 from mdc.data.manners import SharedManners
 from mdc.data.parts import DIGITS, PartWriter
 from mdc.data.plan import PLAN_SCHEMA
-from mdc.data.source import root_of
+from mdc.data.source import root_address
 from mdc.errors import UserError
 from mdc.processes import end_when_orphaned
 
@@ -165,7 +165,7 @@ def fetch_parts(ledger: Ledger, params: DownloadParams, compute: ComputeParams, 
         limits=limits,
         manners=Manners() if here else SharedManners.of(params, ledger.folder / "hosts"),
         kind=params.kind,
-        root=root_of(params.input) if here else "",
+        root=root_address(params.input) if here else "",
     )
     worker = Worker(
         get,

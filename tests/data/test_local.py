@@ -6,6 +6,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pandas as pd
 import pytest
 from misbehaving import encoded, picture
@@ -14,6 +15,7 @@ from mdc.config import ComputeParams, DownloadParams
 from mdc.data.download import download, read_metadata
 from mdc.data.fetch import FetchFailed
 from mdc.data.local import read_folder, read_here, read_webdataset
+from mdc.data.source import root_address
 from mdc.data.tars import members
 from mdc.errors import UserError
 from mdc.files import read_json
@@ -93,6 +95,20 @@ def test_paths_do_not_lead_out_of_the_folder(tmp_path: Path, folder: Path) -> No
         read_here("a.png", str(folder), "images", 10)
     with pytest.raises(FetchFailed, match="unreadable"):
         read_here("deeper", str(folder), "images", 10**9)
+
+
+def test_pictures_at_an_address(tmp_path: Path, folder: Path) -> None:
+    remote = fsspec.filesystem("memory")
+    remote.put(str(folder), "/pictures", recursive=True)
+    shard = write_tar(tmp_path / "shards" / "0.tar", {"0.png": encoded(picture(7)), "0.txt": b"a dog"})
+    remote.put(str(shard), "/shards/0.tar")
+    for kind, place in (("images", "memory://pictures"), ("webdataset", "memory://shards/*.tar")):
+        given = DownloadParams.model_validate({"input": place, "kind": kind})
+        read = {"images": read_folder, "webdataset": read_webdataset}[kind]
+        urls = [record.url for record in read(given) if not record.dropped]
+        assert len(urls) == {"images": 4, "webdataset": 1}[kind]
+        body = read_here(urls[0], root_address(place), kind, 10**6)
+        assert body == {"images": (folder / "a.png").read_bytes(), "webdataset": encoded(picture(7))}[kind]
 
 
 def test_folders_that_cannot_be_read(folder: Path) -> None:
