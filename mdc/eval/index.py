@@ -155,7 +155,7 @@ class CosineIndex:
     def _nearest(self, queries: Vectors, k: int) -> tuple[Vectors, Rows]:
         """Rows of the k nearest. Queries whose lists hold fewer than k, which FAISS fills up with -1, search all."""
         if self.facts.lists:
-            faiss.ParameterSpace().set_index_parameter(self._searcher, "nprobe", self.facts.probes)
+            _visit(self._searcher, self.facts.probes)
         similarities, numbers = self._searcher.search(queries, k)
         short = (numbers < 0).any(axis=1)
         rows = np.searchsorted(self._numbers, numbers)
@@ -310,6 +310,12 @@ def _inverted(unit: Vectors, lists: int) -> faiss.Index:
 
 def _on_gpus(index: faiss.Index) -> faiss.Index:
     return faiss.index_cpu_to_all_gpus(index) if faiss.get_num_gpus() else index
+
+
+def _visit(searcher: faiss.Index, lists: int) -> None:
+    """Let every query visit so many lists."""
+    space = faiss.GpuParameterSpace() if faiss.get_num_gpus() else faiss.ParameterSpace()
+    space.set_index_parameter(searcher, "nprobe", lists)
 
 
 def measure_recall(index: CosineIndex, k: int = 10, queries: int = PROBE_QUERIES) -> float:
