@@ -163,10 +163,11 @@ def read_here(url: str, root: str, kind: str, max_bytes: int) -> bytes:
         raise FetchFailed("bad_url", "a path that leads out of the folder of pictures")
     fs, folder = fsspec.core.url_to_fs(root)
     try:
-        start, size = map(int, span.split("+")) if span else (0, fs.size(f"{folder}/{path}"))
+        file = f"{folder}/{path}"
+        start, size = map(int, span.split("+")) if span else (0, fs.size(file))
         if size > max_bytes:
             raise FetchFailed("too_large", f"{size} bytes, {max_bytes} allowed")
-        return fs.cat_file(f"{folder}/{path}", start, start + size)
+        return fs.cat_file(file, start, start + size) if span else fs.cat_file(file)
     except FileNotFoundError:
         raise FetchFailed("not_found", "no such file") from None
     except OSError as error:
