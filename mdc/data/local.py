@@ -167,7 +167,7 @@ def read_here(url: str, root: str, kind: str, max_bytes: int) -> bytes:
         start, size = map(int, span.split("+")) if span else (0, fs.size(file))
         if size > max_bytes:
             raise FetchFailed("too_large", f"{size} bytes, {max_bytes} allowed")
-        return fs.cat_file(file, start, start + size) if span else fs.cat_file(file)
+        return fs.cat_file(file, start=start, end=start + size) if span else fs.cat_file(file)
     except FileNotFoundError:
         raise FetchFailed("not_found", "no such file") from None
     except OSError as error:
