@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mdc.errors import UserError
@@ -89,16 +90,23 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def write_manifest(folder: Path, inputs: Mapping[str, Any], counts: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+def write_manifest(
+    folder: Path,
+    inputs: Mapping[str, Any],
+    counts: Mapping[str, Any],
+    known: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    **more: Any,
+) -> dict[str, Any]:
     """Write `manifest.json`, the last file of a stage: what went in, what came out, a checksum of every file.
 
     inputs: hashes of the earlier manifests and the parameters that were used. counts: what was kept, and what was
-    dropped by reason.
+    dropped by reason. known: bytes and sha256 of files by name, where they were taken already.
     """
+    names = {str(file.relative_to(folder)): file for file in sorted(folder.rglob("*")) if file.is_file()}
     files = {
-        str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
-        for file in sorted(folder.rglob("*"))
-        if file.is_file() and file.name != MANIFEST
+        name: dict(known[name]) if name in known else {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        for name, file in names.items()
+        if file.name != MANIFEST
     }
     manifest = {"inputs": dict(inputs), "counts": dict(counts), "files": files, **more}
     write_json(folder / MANIFEST, manifest)

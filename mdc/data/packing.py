@@ -175,7 +175,7 @@ def _write_tar(path: Path, rows: list[dict[str, Any]], pictures: dict[str, bytes
 def _is_stored(record: dict[str, Any], tar: Path, target: str) -> bool:
     """Whether a finished shard is still where it was put."""
     if target:
-        return Storage(target).sizes().get(tar.name) == record["bytes"]
+        return Storage(target).size(tar.name) == record["bytes"]
     return tar.is_file() and tar.stat().st_size == record["bytes"] and sha256(tar) == record["sha256"]
 
 
@@ -289,4 +289,5 @@ def write_shards(
             if not is_url(location):
                 verify_shards(temporary, READ_UP_TO)
             counts = {split: sum(record["samples"] for record in some) for split, some in splits.items()}
-            write_manifest(temporary, inputs, counts, version=version)
+            read_back = {record["file"]: {name: record[name] for name in ("bytes", "sha256")} for record in records}
+            write_manifest(temporary, inputs, counts, {} if location else read_back, version=version)

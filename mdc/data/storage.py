@@ -61,6 +61,13 @@ class Storage:
         entries = self._asked(listed)
         return {entry["name"].rpartition("/")[2]: int(entry["size"]) for entry in entries if entry["type"] == "file"}
 
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+        try:
+            return int(self._fs.info(f"{self._root}/{name}")["size"])
+        except FileNotFoundError:
+            return None
+
     def put(self, source: Path) -> None:
         """Store a file under its own name; readers see all of it or none."""
         target = f"{self._root}/{source.name}"
