@@ -37,6 +37,7 @@ from mdc.report.tables import (
     percent,
     probe_interval,
     probe_table,
+    retrieval_table,
     rule_name,
     wilson,
 )
@@ -315,6 +316,7 @@ def _compositional(run: Run) -> dict[str, Any] | None:
     )
     return {
         "table": compositional_table(run.compositional, run.metrics),
+        "retrieval": retrieval_table(run.metrics) if "retrieval" in run.metrics else None,
         "figure": figures.compositional_figure(dots, CHANCE, f"Captions that outscore their foils. {read}."),
         "scorer": f"Score: {words.score(scorer, run.compositional['draws'])}.",
         "split": words.SPLITS[run.params.evaluate.compositional_split],

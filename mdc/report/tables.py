@@ -187,6 +187,32 @@ def caption_table(scores: Mapping[str, Any]) -> Table:
     )
 
 
+def retrieval_table(metrics: Mapping[str, Any]) -> Table:
+    """Pictures and captions found among each other, and classes told by their names, beside chance."""
+    found = metrics["retrieval"]
+    to_texts, to_pictures = found["picture_to_text"], found["text_to_picture"]
+    lines: list[tuple[Cell, list[float | None]]] = [
+        (Cell(name, detail), [values[f"recall_at_{k}"] for k in (1, 5, 10)])
+        for name, detail, values in (
+            ("Caption of a picture", "", to_texts["score"]),
+            ("Caption of a picture", "difference to blind", to_texts["pmi"]),
+            ("Caption of a picture", "chance", to_texts["chance"]),
+            ("Picture of a caption", "", to_pictures["score"]),
+            ("Picture of a caption", "chance", to_pictures["chance"]),
+        )
+    ]
+    if "zero_shot" in metrics:
+        told = metrics["zero_shot"]
+        for detail, values in (("", told["score"]), ("difference to blind", told["pmi"]), ("blind", told["blind"])):
+            lines.append((Cell("Class by its name", detail), [values["top_1"], values.get("top_5"), None]))
+    return Table(
+        caption=f"{count(found['pictures'])} test pictures and their {count(found['texts'])} captions found among each "
+        "other, %: the right one is the first, or among the first 5 or 10. A tie counts as a fair draw.",
+        columns=("Find", "1", "5", "10"),
+        rows=tuple((name, *(Cell(_percent_or_dash(value)) for value in values)) for name, values in lines),
+    )
+
+
 def terminal_tables(evaluation: Path) -> list[TerminalTable]:
     """The results as tables for the terminal, every number beside its floor or control.
 
@@ -199,6 +225,7 @@ def terminal_tables(evaluation: Path) -> list[TerminalTable]:
     )
     tables = [probe_table(probe, metrics)] if probe["rows"] else []
     tables += [compositional_table(compositional, metrics)] if compositional["rules"] else []
+    tables += [retrieval_table(metrics)] if "retrieval" in metrics else []
     tables += [caption_table(captions["scores"])] if "scores" in captions else []
     return [terminal(table) for table in tables]
 

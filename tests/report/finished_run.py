@@ -312,6 +312,28 @@ def write_evaluation(folder: Path, samples: list[dict[str, Any]]) -> None:
             "probe": {"model": {"accuracy": 0.803, "balanced_accuracy": 0.712}},
             "knn": knn,
             "compositional": {"all": {"mc": 0.825, "blind": 0.5075, "pmi": 0.85625, "pairs": 160, "ties": 1}},
+            "retrieval": {
+                "pictures": 60,
+                "texts": 58,
+                "picture_to_text": {
+                    "score": {"recall_at_1": 0.312, "recall_at_5": 0.61, "recall_at_10": 0.75},
+                    "pmi": {"recall_at_1": 0.414, "recall_at_5": 0.72, "recall_at_10": 0.85},
+                    "chance": {"recall_at_1": 0.0172, "recall_at_5": 0.0862, "recall_at_10": 0.1724},
+                },
+                "text_to_picture": {
+                    "score": {"recall_at_1": 0.4, "recall_at_5": 0.7, "recall_at_10": 0.8},
+                    "chance": {"recall_at_1": 0.0167, "recall_at_5": 0.0833, "recall_at_10": 0.1667},
+                },
+            },
+            "zero_shot": {
+                "pictures": 60,
+                "classes": 9,
+                "templates": 1,
+                "chance": 1 / 9,
+                "score": {"top_1": 0.2, "top_5": 0.6, "balanced": 0.15},
+                "pmi": {"top_1": 0.25, "top_5": 0.65, "balanced": 0.2},
+                "blind": {"top_1": 0.1, "top_5": 0.5, "balanced": 0.1111},
+            },
             "index": {"recall_at_10": 1.0},
         },
     )

@@ -8,7 +8,7 @@ from rich.console import Console
 from scipy import stats
 
 from mdc.errors import UserError
-from mdc.files import write_json
+from mdc.files import read_json, write_json
 from mdc.report.tables import class_table, compositional_table, terminal_tables, wilson
 
 
@@ -33,6 +33,17 @@ def test_terminal_shows_every_number_beside_its_floor(world: World) -> None:
     assert ["Trained", "encoder", "71.2", "70.2–72.2", "80.3", "79.3–81.3", "60.0", "62.0"] in lines
     assert ["Raw", "pixels", "45.2", "44.8–45.6", "70.2", "69.8–70.6", "60.0", "62.0"] in lines
     assert ["size", "(40", "pairs)", "75.0", "59.8–85.8", "50.0", "35.2–64.8", "80.0"] in lines
+
+
+def test_terminal_shows_what_is_found_beside_chance(world: World) -> None:
+    lines = [" ".join(line.split()) for line in shown(world["evaluation"]).splitlines()]
+    for line in (
+        "Caption of a picture 31.2 61.0 75.0",
+        "Caption of a picture (difference to blind) 41.4 72.0 85.0",
+        "Picture of a caption (chance) 1.7 8.3 16.7",
+        "Class by its name (blind) 10.0 50.0 –",
+    ):
+        assert line in lines
 
 
 def test_terminal_shows_written_captions_beside_blind_ones(world: World) -> None:
@@ -60,6 +71,9 @@ def test_a_missing_part_has_no_table(make_world) -> None:
     run = make_world()
     run.change("probe", rows=[])
     write_json(run["evaluation"] / "captions.json", {"examples": []})
+    metrics = read_json(run["evaluation"] / "metrics.json")
+    del metrics["retrieval"]
+    write_json(run["evaluation"] / "metrics.json", metrics)
     (table,) = terminal_tables(run["evaluation"])
     assert str(table.title).startswith("Captions that outscore")
 
