@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from mdc.data.plan import PLAN_SCHEMA
 from mdc.data.source import root_address
 from mdc.errors import UserError
 from mdc.processes import end_when_orphaned
+
+REACHED_WITHIN = 5.0  # seconds, for the head of a cluster
 
 
 @dataclass(frozen=True)
@@ -133,8 +136,11 @@ def _ray(compute: ComputeParams) -> Iterator[Callable[..., None]]:
             f"compute.distributor ray needs the package {error.name!r}; run `pip install 'mdc[cluster]'` on all nodes"
         ) from None
     try:
+        if compute.ray_address != "auto":  # Ray itself would look for it for minutes
+            host, _, port = compute.ray_address.rpartition(":")
+            socket.create_connection((host, int(port)), REACHED_WITHIN).close()
         ray.init(compute.ray_address, log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError as error:
+    except (OSError, ValueError) as error:
         raise UserError(
             f"compute.ray_address {compute.ray_address!r}: no Ray cluster answers ({error}); start it with "
             "`ray start --head`, and `ray start --address=HEAD:6379` on the other nodes"

@@ -273,6 +273,14 @@ def test_mistakes_are_found_before_any_request(tmp_path: Path, server: Any) -> N
     assert not (tmp_path / "work").exists()
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense"])
+def test_a_cluster_that_is_not_there_is_named(tmp_path: Path, forty: DownloadParams, address: str) -> None:
+    pytest.importorskip("ray")
+    compute = ComputeParams(distributor="ray", ray_address=address)
+    with pytest.raises(UserError, match=f"compute.ray_address '{address}': no Ray cluster answers"):
+        download(forty, compute, tmp_path / "work", tmp_path / "out", progress=False)
+
+
 def test_a_killed_worker_ends_the_run() -> None:
     with get_context("spawn").Pool(1) as pool, pytest.raises(UserError, match="exit code -9"):
         list(_watched(pool.imap_unordered(signal.raise_signal, [signal.SIGKILL])))  # type: ignore[arg-type]

@@ -234,12 +234,3 @@ def test_a_ray_cluster_of_two_nodes_gives_the_same(
             assert process.returncode == 0
     assert used == {head, other}
     assert files_of(tmp_path / "out") == whole
-
-
-def test_a_cluster_that_is_not_there_is_named(tmp_path: Path, server: Server) -> None:
-    pytest.importorskip("ray")
-    params = pictures(tmp_path / "list.parquet", server, 2)
-    compute = ComputeParams(distributor="ray", ray_address=f"127.0.0.1:{free_port()}").model_dump_json()
-    command = [sys.executable, "-c", RUN, params.model_dump_json(), compute, f"{tmp_path}/work", f"{tmp_path}/out"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert "no Ray cluster answers" in done.stderr
