@@ -7,11 +7,11 @@ caption alone.
 Letters: M pictures, K captions of each, P patches, D width.
 """
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import groupby
 from typing import Generic, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from mdc.draws import derive_seed
@@ -115,7 +115,7 @@ def _alike(captions: Mapping[Key, Sequence[str]]) -> list[list[Key]]:
 def _check_finite(scorer: str, scores: TextScores[Key]) -> None:
     for (key, text), value in scores.value.items():
         for what, number in ((f"at {key}", value), ("blind", scores.blind[text])):
-            if not torch.isfinite(torch.tensor(number)):
+            if not math.isfinite(number):
                 raise UserError(
                     f"scorer {scorer!r} gives {number} for {text!r} {what}, which is no finite score; "
                     "look at the model: it may have diverged"
