@@ -5,6 +5,7 @@ memory holds one shard per worker and eight bytes per pair, and a run that was k
 """
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
@@ -217,12 +218,16 @@ def _join_samples(shards: Path, records: list[dict[str, Any]], output: Path) -> 
             writer.write_table(pq.read_table((shards / record["file"]).with_suffix(".parquet")).cast(SAMPLES_SCHEMA))
 
 
-def _location(target: str, inputs: dict[str, Any]) -> str:
+def _target(params: ShardParams, inputs: dict[str, Any]) -> str:
     """Where the tars go: "" is beside the index; else a folder of their own, where no other version is overwritten."""
-    if not target:
-        return ""
-    root = target if is_url(target) else str(Path(target).absolute())
-    return f"{root.rstrip('/')}/{fingerprint(inputs)}"
+    return f"{params.target.rstrip('/')}/{fingerprint(inputs)}" if params.target else ""
+
+
+def _location(target: str, output: Path) -> str:
+    """The same as the index names it: from the folder of the index, unless it is a URL or an absolute path."""
+    if not target or is_url(target) or Path(target).is_absolute():
+        return target
+    return os.path.relpath(target, output)
 
 
 def _split_of(name: str) -> str:
@@ -230,9 +235,9 @@ def _split_of(name: str) -> str:
 
 
 def _packed(
-    params: ShardParams, downloaded: Path, captions: Path, work: Path, compute: ComputeParams, location: str
+    params: ShardParams, downloaded: Path, captions: Path, work: Path, compute: ComputeParams, target: str
 ) -> tuple[list[dict[str, Any]], str]:
-    """Finish every shard in `work/shards`, or at `location`; their records in order, and the pictures' extension."""
+    """Finish every shard in `work/shards`, or at `target`; their records in order, and the pictures' extension."""
     tars = sorted(downloaded.glob("*.tar"))
     for _ in for_each(_list_pictures, ((tar, work / "pictures" / f"{tar.stem}.parquet") for tar in tars), compute):
         pass
@@ -240,7 +245,7 @@ def _packed(
     written = plan / PLAN
     found = read_json(written) if written.is_file() else _write_plan(params, captions, work / "pictures", work)
     names = sorted(found["shards"], key=lambda name: (SPLITS.index(_split_of(name)), int(name.rpartition("-")[2])))
-    jobs = ((name, plan, downloaded, shards, location) for name in names)
+    jobs = ((name, plan, downloaded, shards, target) for name in names)
     records = for_each(_pack, jobs, compute)
     return list(tqdm(records, total=len(names), desc="sharding", unit="shard", leave=False, disable=None)), found[
         "image_format"
@@ -271,23 +276,28 @@ def write_shards(
         "params": params.model_dump(mode="json"),
     }
     work = work or work_beside(output)
-    location = _location(params.target, inputs)
+    target = _target(params, inputs)
     with claimed(work, inputs):
-        records, image_format = _packed(params, downloaded, captions, work, compute, location)
+        records, image_format = _packed(params, downloaded, captions, work, compute, target)
         splits: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
         for record in records:
             splits[_split_of(record["file"])].append(record)
         with whole_folder(output) as temporary:
-            for record in records if not location else ():
+            for record in records if not target else ():
                 place(work / "shards" / record["file"], temporary / record["file"])
             _join_samples(work / "shards", records, temporary / SAMPLES)
             write_columns(temporary / SAMPLES, temporary / COLUMNS)
             place(captions / TOKENIZER_FILE, temporary / TOKENIZER_FILE)
             version = fingerprint({"shards": splits, "tokenizer": sha256(temporary / TOKENIZER_FILE)})
-            index = {"format": FORMAT, "version": version, "image_format": image_format, "location": location}
+            index = {
+                "format": FORMAT,
+                "version": version,
+                "image_format": image_format,
+                "location": _location(target, output),
+            }
             write_json(temporary / INDEX, {**index, "splits": splits})
-            if not is_url(location):
+            if not is_url(target):
                 verify_shards(temporary, READ_UP_TO)
             counts = {split: sum(record["samples"] for record in some) for split, some in splits.items()}
             read_back = {record["file"]: {name: record[name] for name in ("bytes", "sha256")} for record in records}
-            write_manifest(temporary, inputs, counts, {} if location else read_back, version=version)
+            write_manifest(temporary, inputs, counts, {} if target else read_back, version=version)

@@ -8,6 +8,8 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
+from mdc.errors import UserError
+
 MEMORY = "512MB"  # of DuckDB; the rest of a stage takes about as much again
 THREADS = 2  # each takes memory of its own
 BATCH = 50_000  # rows
@@ -25,7 +27,10 @@ def database(scratch: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     }
     with duckdb.connect(":memory:", config=settings) as connection:
         connection.execute("SET preserve_insertion_order = false")
-        yield connection
+        try:
+            yield connection
+        except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
+            raise UserError(f"{scratch}: {error}; make room there and run again") from None
 
 
 def parquet(*places: Path) -> str:

@@ -114,6 +114,18 @@ def test_tars_may_lie_in_another_folder(tmp_path: Path, shards: Callable[..., Pa
         verify_shards(tmp_path / "away")
 
 
+def test_a_relative_target_is_named_from_the_index(
+    tmp_path: Path, downloaded: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, captions = downloaded(), tmp_path / "captions"
+    prepare_captions(CAPTIONS, source, captions)
+    monkeypatch.chdir(tmp_path)
+    write_shards(SHARDS.model_copy(update={"target": "far/pairs"}), source, captions, Path("data/shards"))
+    assert str(read_index(Path("data/shards"))["location"]).startswith("../../far/pairs/")
+    monkeypatch.chdir(tmp_path / "far")
+    assert verify_shards(tmp_path / "data" / "shards")
+
+
 def test_a_worker_that_is_killed_is_told(tmp_path: Path) -> None:
     from mdc.data.parallel import for_each
 
@@ -123,6 +135,33 @@ def test_a_worker_that_is_killed_is_told(tmp_path: Path) -> None:
 
 def _kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 300 kB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "small", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_really_fills_up(
+    tmp_path: Path, downloaded: Callable[..., Path], files_of: Files, small_disk: Path
+) -> None:
+    source, captions = downloaded(captions=[f"a red dog {i}" for i in range(200)]), tmp_path / "captions"
+    prepare_captions(CAPTIONS, source, captions)
+    write_shards(SHARDS, source, captions, tmp_path / "undisturbed")
+    with pytest.raises(UserError, match=r"the disk is full; make room and run again"):
+        write_shards(SHARDS, source, captions, small_disk / "shards", small_disk / "work")
+    assert not (small_disk / "shards").exists()
+    assert list((small_disk / "work" / "shards").glob("*.tar"))
+    subprocess.run(["mount", "-o", "remount,size=50m", str(small_disk)], check=True)
+    write_shards(SHARDS, source, captions, small_disk / "shards", small_disk / "work")
+    assert files_of(small_disk / "shards") == files_of(tmp_path / "undisturbed")
 
 
 STAGES = """
