@@ -129,29 +129,36 @@ def _decided(decisions: Path, name: str) -> pa.Table:
     return pq.read_table(path) if path.is_file() else DECISION_SCHEMA.empty_table()
 
 
-def _training_captions(cleaned: Path, decisions: Path, params: CaptionParams) -> Iterator[str]:
-    """Captions of the training split, all or those of the uids with the smallest hashes."""
-    with database(decisions.parent / "scratch") as db:
-        (captions,) = one_row(db, f"SELECT coalesce(sum(len(captions)), 0) FROM {parquet(cleaned)}")
-    share = params.tokenizer_captions / max(1, int(captions))
-    for part in sorted(cleaned.glob("*.parquet")):
-        rows = pq.read_table(part, columns=["captions"]).to_pylist()
-        for row, decision in zip(rows, _decided(decisions, part.name).to_pylist(), strict=True):
-            if decision["reason"] or split_of(decision["group"], params.validation_share, params.test_share) != "train":
-                continue
-            if share < 1 and derive_seed("tokenizer", decision["uid"]) >= share * 2**63:
-                continue
-            yield from (caption["text"] for caption in row["captions"] if not caption["reason"])
+class _TrainingCaptions:
+    """Captions of the training split, all or those of the uids with the smallest hashes; read anew each time."""
+
+    def __init__(self, cleaned: Path, decisions: Path, params: CaptionParams) -> None:
+        self._cleaned, self._decisions = cleaned, decisions
+        self._shares = (params.validation_share, params.test_share)
+        with database(decisions.parent / "scratch") as db:
+            (captions,) = one_row(db, f"SELECT coalesce(sum(len(captions)), 0) FROM {parquet(cleaned)}")
+        self._share = params.tokenizer_captions / max(1, int(captions))
+
+    def __iter__(self) -> Iterator[str]:
+        for part in sorted(self._cleaned.glob("*.parquet")):
+            rows = pq.read_table(part, columns=["captions"]).to_pylist()
+            for row, decision in zip(rows, _decided(self._decisions, part.name).to_pylist(), strict=True):
+                if not decision["reason"] and self._holds(decision["uid"], decision["group"]):
+                    yield from (caption["text"] for caption in row["captions"] if not caption["reason"])
+
+    def _holds(self, uid: str, group: str) -> bool:
+        if split_of(group, *self._shares) != "train":
+            return False
+        return self._share >= 1 or derive_seed("tokenizer", uid) < self._share * 2**63
 
 
 def _tokenizer(params: CaptionParams, cleaned: Path, decisions: Path) -> CaptionTokenizer:
     if params.tokenizer != "train":
         return CaptionTokenizer.load(params.tokenizer)
-    captions = _training_captions(cleaned, decisions, params)
-    first = next(captions, None)
-    if first is None:
+    captions = _TrainingCaptions(cleaned, decisions, params)
+    if next(iter(captions), None) is None:
         raise UserError("caption.tokenizer: there are no training captions to train a tokenizer on")
-    return CaptionTokenizer.train(chain([first], captions), params.vocab_size, params.lowercase)
+    return CaptionTokenizer.train(captions, params.vocab_size, params.lowercase)
 
 
 # Last: tokens, the filter by length and the split, file by file

@@ -58,7 +58,7 @@ class CaptionTokenizer:
 
     @classmethod
     def train(cls, captions: Iterable[str], vocab_size: int, lowercase: bool) -> "CaptionTokenizer":
-        """A WordPiece tokenizer of `captions`; the same captions give the same bytes.
+        """A WordPiece tokenizer of `captions`, which are gone through twice; the same captions give the same bytes.
 
         vocab_size: largest number of tokens, the special ones included.
         """
@@ -66,8 +66,9 @@ class CaptionTokenizer:
         steps = [normalizers.NFC(), *([normalizers.Lowercase()] if lowercase else [])]
         tokenizer.normalizer = normalizers.Sequence(steps)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        captions = list(captions)
-        counts = Counter("".join(tokenizer.normalizer.normalize_str(caption) for caption in captions))
+        counts: Counter[str] = Counter()
+        for caption in captions:
+            counts.update(tokenizer.normalizer.normalize_str(caption))
         letters = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))
         letters = sorted(letters[: max(1, vocab_size // 4)])  # each letter costs two tokens: alone and continued
         trainer = trainers.WordPieceTrainer(

@@ -126,6 +126,21 @@ def test_the_tokenizer_knows_training_captions_only(tmp_path: Path, downloaded: 
     assert counts["unknown_tokens"] == counts["splits"]["validation"] + counts["splits"]["test"]
 
 
+def test_a_tokenizer_may_be_trained_on_some_of_the_captions(
+    tmp_path: Path, downloaded: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = downloaded(captions=[f"a dog {chr(0x4E00 + i)}" for i in range(200)])
+    used = []
+    for most in (40, 80, 1000):
+        params = PARAMS.model_copy(update={"tokenizer_captions": most, "vocab_size": 2000})
+        prepared(folder, tmp_path / str(most), params)
+        vocabulary = CaptionTokenizer.load(tmp_path / str(most))
+        unknown = vocabulary.vocabulary.unk_id
+        used.append({i for i in range(200) if unknown not in vocabulary.encode([chr(0x4E00 + i)])[0]})
+    assert used[0] < used[1] < used[2]
+    assert 10 < len(used[0]) < 45
+
+
 def test_equal_inputs_give_equal_bytes(tmp_path: Path, downloaded: Callable[..., Path], files_of: Callable) -> None:
     folder = downloaded()
     prepared(folder, tmp_path / "one")
