@@ -70,7 +70,7 @@ class Server(ThreadingHTTPServer):
         self.held: set[str] = set()  # pictures at these paths wait until `released`
         self.released = threading.Event()
         self.seconds = 0.0  # that a picture takes
-        self.active: Counter[str] = Counter()  # requests that run, by host
+        self.active: Counter[str] = Counter()  # pictures being made, by host
         self.most_active: Counter[str] = Counter()
         self.times: dict[str, list[float]] = {}  # when each path was asked for
 
@@ -107,12 +107,10 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(0.1)
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def at_work(self) -> Iterator[None]:
+        """Ends before the answer does: after that a client may ask for more."""
         server, host = self.server, str(self.headers["Host"])
         with server.lock:
-            server.requests[self.path] += 1
-            server.times.setdefault(self.path, []).append(time.monotonic())
-            server.agents.add(self.headers["User-Agent"])
             server.active[host] += 1
             server.most_active[host] = max(server.most_active[host], server.active[host])
         try:
@@ -127,8 +125,11 @@ class Handler(BaseHTTPRequestHandler):
             robots = self.server.robots
             self.answer(b"", 404) if robots is None else self.answer(robots.encode())
             return
-        with self.counted():
-            self.respond(*self.path.partition("?")[0].strip("/").split("/"))
+        with self.server.lock:
+            self.server.requests[self.path] += 1
+            self.server.times.setdefault(self.path, []).append(time.monotonic())
+            self.server.agents.add(self.headers["User-Agent"])
+        self.respond(*self.path.partition("?")[0].strip("/").split("/"))
 
     def respond(self, kind: str, *rest: str) -> None:
         first = self.server.requests[self.path] == 1
@@ -137,9 +138,10 @@ class Handler(BaseHTTPRequestHandler):
         elif kind == "closed" or (kind == "busy" and first):
             self.answer(b"", 429, Retry_After="1" if kind == "busy" else "3600")
         elif kind in ("ok", "flaky", "busy"):
-            if self.path in self.server.held:
-                self.server.released.wait(60)
-            time.sleep(self.server.seconds)
+            with self.at_work():
+                if self.path in self.server.held:
+                    self.server.released.wait(60)
+                time.sleep(self.server.seconds)
             self.answer(encoded(picture(int(rest[0].split(".")[0]))))
         elif kind == "status":
             self.answer(b"", int(rest[0]))
