@@ -26,7 +26,7 @@ from mdc.files import write_json
 
 CAPTIONS = 50_000
 WORDS = 3000  # different ones, the first of them most often
-PICTURES = 600
+PICTURES = 1000
 ROUNDS = 5
 
 
