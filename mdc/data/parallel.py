@@ -49,8 +49,10 @@ def _delayed(function: Callable[..., T], jobs: Iterable[tuple[Any, ...]]) -> Ite
 
 
 def _here(function: Callable[..., T], jobs: Iterable[tuple[Any, ...]], workers: int) -> Iterator[T]:
-    parallel = joblib.Parallel(n_jobs=workers, return_as="generator", pre_dispatch="2 * n_jobs", batch_size=1)
     try:
+        # a worker that waits for its first job when this process is killed must end as well
+        with joblib.parallel_config(backend="loky", n_jobs=workers, initializer=end_when_orphaned):
+            parallel = joblib.Parallel(return_as="generator", pre_dispatch="2 * n_jobs", batch_size=1)
         yield from parallel(_delayed(function, jobs))
     except TerminatedWorkerError:
         raise UserError(
