@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mdc.config import CaptionParams, ComputeParams, ShardParams
@@ -135,6 +136,29 @@ def test_a_worker_that_is_killed_is_told(tmp_path: Path) -> None:
 
 def _kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+WAITING = """
+import time
+from mdc.config import ComputeParams
+from mdc.data.parallel import for_each
+print("started", flush=True)
+list(for_each(time.sleep, [(0.2,)] * 600, ComputeParams(data_workers=2)))
+"""
+
+
+def test_workers_end_with_a_stage_that_is_killed() -> None:
+    running = subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert running.stdout is not None
+    running.stdout.readline()
+    below: list[psutil.Process] = []
+    while len(below) < 3:  # two workers and Python's resource tracker
+        below = psutil.Process(running.pid).children(recursive=True)
+        time.sleep(0.1)
+    running.kill()
+    running.wait()
+    _, left = psutil.wait_procs(below, timeout=60)
+    assert not left
 
 
 @pytest.fixture
