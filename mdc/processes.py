@@ -41,15 +41,16 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 @cache
-def end_when_orphaned(every_s: float = 1.0) -> None:
+def end_when_orphaned(every_s: float = 1.0, parent: int | None = None) -> None:
     """As `end_with_parent`, for a process that a thread of its parent may have started; once per process.
 
     The kernel's signal comes when that thread ends, not the parent. So a thread here looks who the parent is.
+    parent: the process id that the parent must have, where it may have ended already.
     """
-    parent = os.getppid()
+    expected = os.getppid() if parent is None else parent
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == expected:
             time.sleep(every_s)
         os.kill(os.getpid(), signal.SIGTERM)
 

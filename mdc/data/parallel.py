@@ -23,7 +23,6 @@ ONE_WORKER = ComputeParams()
 
 def _in_worker(function: Callable[..., T], folder: Path, *args: Any) -> T:
     """folder: where relative names start; on a cluster, a folder that all machines share."""
-    end_when_orphaned()
     os.chdir(folder)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores belong to the other workers
     return function(*args)
@@ -50,8 +49,9 @@ def _delayed(function: Callable[..., T], jobs: Iterable[tuple[Any, ...]]) -> Ite
 
 def _here(function: Callable[..., T], jobs: Iterable[tuple[Any, ...]], workers: int) -> Iterator[T]:
     try:
-        # a worker that waits for its first job when this process is killed must end as well
-        with joblib.parallel_config(backend="loky", n_jobs=workers, initializer=end_when_orphaned):
+        # a worker that still starts, or waits for a job, when this process is killed must end as well
+        ending: dict[str, Any] = {"initializer": end_when_orphaned, "initargs": (1.0, os.getpid())}
+        with joblib.parallel_config(backend="loky", n_jobs=workers, **ending):
             parallel = joblib.Parallel(return_as="generator", pre_dispatch="2 * n_jobs", batch_size=1)
         yield from parallel(_delayed(function, jobs))
     except TerminatedWorkerError:
