@@ -187,7 +187,7 @@ def caption(
     if not images or len(images) != 1:
         raise UserError("with --references give one folder, which holds the pictures")
     found = read_references(references, images[0], limit=limit)
-    wanted = [int(each) for each in lengths.split(",")]
+    wanted = [int(number) for number in _numbers(lengths)]
     results = caption_all(loaded.loaded, loaded.see, found, wanted, seed)
     show(caption_table(results))
     if out is not None:
@@ -345,7 +345,7 @@ def zeroshot(
     data: Labelled,
     model: AnyModel = MODEL,
     classes: Annotated[
-        Path | None, typer.Option(help="File with a name for each class, a line each, in order.")
+        Path | None, typer.Option(exists=True, dir_okay=False, help="File with a name per class and line, in order.")
     ] = None,
     template: Annotated[list[str] | None, typer.Option(help="With {} for the class; several are averaged.")] = None,
     scorer: Annotated[str, typer.Option(help="Empty = the one that fits the model best.")] = "",
