@@ -56,19 +56,6 @@ def test_unfinished_work_belongs_to_what_it_depends_on() -> None:
     assert len({first, *(at.work("download", other) for other in others)}) == 3
 
 
-def test_the_list_is_known_by_its_content(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    one, two = tmp_path / "in" / "a.csv", tmp_path / "in" / "b.csv"
-    one.write_text("url\n1\n")
-    two.write_text("url\n2\n")
-    whole = stages._content(tmp_path / "in")
-    assert list(whole) == ["in/a.csv", "in/b.csv"]
-    assert stages._content(two) == {"b.csv": whole["in/b.csv"]}
-    two.write_text("url\n3\n")
-    assert stages._content(tmp_path / "in") != whole
-    assert stages._content(tmp_path / "nowhere") == {}
-
-
 def test_files_that_no_stage_made_are_not_replaced(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_shard(monkeypatch, make)
     Path("data/shards").mkdir(parents=True)

@@ -68,6 +68,13 @@ def test_the_order_of_the_list_changes_nothing(tmp_path: Path) -> None:
     assert planned(one) == planned(another)
 
 
+def test_another_caption_is_another_plan(tmp_path: Path) -> None:
+    one = plan_of(pairs(9), tmp_path / "one")
+    rows = pairs(9)
+    rows.loc[8, "caption"] = "another caption"
+    assert plan_of(rows, tmp_path / "other").digest() != one.digest()
+
+
 def test_batches_end_between_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = pd.concat([pairs(50).assign(caption=f"caption {i}") for i in range(5)])
     whole = planned(plan_of(rows, tmp_path / "whole"))
