@@ -5,8 +5,9 @@ from functools import partial
 from bench.frame import Result, in_turn, rates
 from bench.hugging_face import hugging_face
 from bench.training import BATCH, SAMPLE_WORDS, WORDS, Ours, hyperparameters, pairs
+from mdc.config import ComputeParams
 
-ROUNDS = 3
+ROUNDS, FEWER = 4, 3
 AGAINST = "Hugging Face `VisionEncoderDecoderModel`"
 SIDES = {
     "mdc": (
@@ -21,6 +22,10 @@ SIDES = {
         "the same, `accumulate: 8`",
         "the same gradient in eight parts: the setting of the row of that name under `memory`",
     ),
+    "checkpointing": (
+        "the same, `activation_checkpointing: true`",
+        "every layer is computed twice: the setting of the row of that name under `memory`",
+    ),
 }
 
 
@@ -28,6 +33,7 @@ def measure() -> list[Result]:
     hyper = hyperparameters()
     batch = pairs(hyper.image_size)
     ours, theirs = Ours(hyper), hugging_face(hyper)
+    forgetful = Ours(hyper, compute=ComputeParams(activation_checkpointing=True))
     taken = in_turn(
         {
             "mdc": partial(ours.step, batch),
@@ -35,17 +41,18 @@ def measure() -> list[Result]:
             "autoregressive": partial(ours.step, batch, "autoregressive"),
             "short": partial(theirs.step, batch),
             "accumulate": partial(ours.step, batch, accumulate=8),
+            "checkpointing": partial(forgetful.step, batch),
         },
         ROUNDS,
     )
-    del ours, theirs
+    del ours, theirs, forgetful
     small = pairs(hyper.image_size, words=SAMPLE_WORDS)
     fewer = in_turn(
         {
             "mdc": partial(Ours(hyper, SAMPLE_WORDS).step, small),
             "padded": partial(hugging_face(hyper, SAMPLE_WORDS).step, small.padded()),
         },
-        ROUNDS,
+        FEWER,
     )
 
     def result(ours: list[float], theirs: list[float], aim: float | None, work: str, compared: str) -> Result:
@@ -54,10 +61,7 @@ def measure() -> list[Result]:
         )
 
     return [
-        *(
-            result(taken[side], taken["padded"], 1.4 if side == "mdc" else None, *SIDES[side])
-            for side in ("mdc", "autoregressive", "accumulate")
-        ),
+        *(result(taken[side], taken["padded"], 1.4 if side == "mdc" else None, *SIDES[side]) for side in SIDES),
         result(
             fewer["mdc"],
             fewer["padded"],
