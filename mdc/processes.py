@@ -89,16 +89,22 @@ def _reap(processes: list[psutil.Process], grace_s: float) -> None:
     psutil.wait_procs(left, timeout=5)
 
 
-def _is_resource_tracker(process: psutil.Process) -> bool:
-    """Python's own helper, which does not listen to signals, ends with its parent, and if killed comes back noisily."""
+def _is_pythons_own(process: psutil.Process) -> bool:
+    """A helper that multiprocessing or joblib started: it ends with its parent, and if killed comes back noisily.
+
+    What a fork server has forked looks like it, and is none.
+    """
     with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-        return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
+        arguments = process.cmdline()
+        if any("multiprocessing.forkserver" in argument for argument in arguments):
+            return process.ppid() == os.getpid()
+        return any("resource_tracker" in argument for argument in arguments)
     return False
 
 
 def end_children(grace_s: float) -> None:
     """End every process below this one: ask, wait `grace_s` seconds, then force."""
-    children = [child for child in psutil.Process().children(recursive=True) if not _is_resource_tracker(child)]
+    children = [child for child in psutil.Process().children(recursive=True) if not _is_pythons_own(child)]
     for child in children:
         with suppress(psutil.NoSuchProcess):
             child.terminate()

@@ -267,6 +267,7 @@ gradients = Trainer._gradients
 
 def stopping(trainer, batches):
     if trainer.hyper.seed == 1 and trainer.done == 2:
+        trainer.writer.wait()  # for the checkpoint of this step
         os.kill(os.getpid(), signal.SIGKILL)
     return gradients(trainer, batches)
 
