@@ -205,6 +205,7 @@ def test_a_job_that_is_preempted_and_requeued(params: Params, small_params: Make
     asked("scontrol", "requeue", job)
     assert stage.process.wait(240) == 0, stage.said()
     said = stage.said()
+    assert said.count("stopped after step") == 2
     assert said.count("taken up again at step") == 2
     assert "pretrain: wrote outputs/model" in said
     assert re.search(r"pretrain: +\d+%\|", said), "the progress bar is passed on"
