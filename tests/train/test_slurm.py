@@ -93,18 +93,18 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         ["slurmctld", "-D", "-f", str(config)],
         ["slurmd", "-D", "-N", "localhost", "-f", str(config)],
     ]
+    logs = [folder / name for name in ("slurmctld.log", "slurmd.log", "slurmctld.out", "munge.log", "munged.out")]
+
+    def told() -> str:
+        return "\n".join(log.read_text()[-1500:] for log in logs if log.exists())
+
     running: list[subprocess.Popen[bytes]] = []
     try:
         for command in commands:
             with (folder / f"{command[0]}.out").open("wb") as out:
                 running.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out))
             if command[0] == "munged":
-                within(20, (folder / "munge.socket").exists)
-        logs = [folder / name for name in ("slurmctld.log", "slurmd.log", "slurmctld.out", "munge.log")]
-
-        def told() -> str:
-            return "\n".join(log.read_text()[-1500:] for log in logs if log.exists())
-
+                within(20, (folder / "munge.socket").exists, told)
         within(60, lambda: "idle" in sinfo(), told)
         yield
     finally:
