@@ -196,7 +196,7 @@ def main() -> None:
     report["check"] = checked = check(plan, shards, work / "check")
     keep()
     verdict = "passed" if checked["passed"] else "FAILED"
-    print(f"{name}: bf16 compiled against fp32: {verdict}, {checked['largest_difference']:.2%} apart", flush=True)
+    print(f"{name}: bf16 compiled against fp32: {verdict}, {checked['largest_difference']:.1e} apart", flush=True)
     print(
         f"{'preset':8} {'ranks':>5} {'':5} {'batch':>5} {'images/s':>9} {'MFU':>6} {'waits for data':>14}", flush=True
     )
