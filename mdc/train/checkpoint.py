@@ -69,6 +69,7 @@ def save_model(folder: Path, model: nn.Module | dict[str, Tensor], config: Model
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     (folder / CONFIG).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
     save_file(tensors, folder / WEIGHTS)
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors lets its owner alone read it
     shutil.copyfile(tokenizer_path, folder / TOKENIZER)
 
 

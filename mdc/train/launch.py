@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
-from mdc import files
+from mdc import dist, files
 from mdc.config import Params, load_params
 from mdc.errors import Terminated, TrainingFailed, UserError
 from mdc.train.checkpoint import step_folders
@@ -62,6 +62,7 @@ def take_part(params: Params, shards: Path, output: Path, runs: Path, endpoint: 
 
     endpoint: HOST:PORT where the hosts meet; "" for one host alone.
     """
+    dist.pick_device(params.compute.device)  # a mistake that every rank would make
     work = work_folder(params, shards, runs)
     place = MeetingPlace(endpoint, params.compute.rendezvous_timeout) if endpoint else None
     before = _written(output)
@@ -185,6 +186,12 @@ def _cause(error: ChildFailedError, failure: Path, rank_timeout: float) -> Excep
     Raises KeyboardInterrupt where the ranks have agreed to end on Ctrl-C, which another host may have received.
     """
     recorded = _recorded(failure, rank_timeout)
+    killed = [(rank, failed) for rank, failed in error.failures.items() if failed.exitcode == -signal.SIGKILL]
+    if killed and not isinstance(recorded, UserError):  # the others have only lost the connection to it
+        rank, first = killed[0]
+        return TrainingFailed(
+            f"rank {rank} (process {first.pid}) was killed by SIGKILL, as the kernel does where memory has run out"
+        )
     if recorded is not None:
         return recorded
     rank, first = error.get_first_failure()

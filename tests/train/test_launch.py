@@ -112,10 +112,19 @@ def test_a_killed_rank_ends_all_and_its_run_is_marked(
     """The rank that writes the run is killed, so that the launcher must close it."""
     fault("0:2:kill")
     params = small_params(compute={"processes": 2, "restarts": 0}, tracking={"uri": database, "required": True})
-    with pytest.raises(launch.TrainingFailed, match="rank"):
+    with pytest.raises(launch.TrainingFailed, match=r"rank 0 \(process \d+\) was killed by SIGKILL"):
         launch.pretrain(params, shards, tmp_path / "model", tmp_path / "runs")
     run = files.read_json(work_folder(params, shards, tmp_path / "runs") / RUN)
     assert run["status"] == status(params, run["run_id"]) == "FAILED"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_told_before_a_rank_starts(
+    tmp_path: Path, shards: Path, small_params: MakeParams
+) -> None:
+    params = small_params(compute={"device": "cuda", "restarts": 2})
+    with pytest.raises(UserError, match=r"compute.device is 'cuda' but this machine shows no GPU"):
+        launch.pretrain(params, shards, tmp_path / "model", tmp_path / "runs")
 
 
 @pytest.mark.usefixtures("no_child_left")
