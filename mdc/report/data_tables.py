@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from mdc.data.captions import CAPTIONED
 from mdc.data.stats import Stats
 from mdc.report import words
 from mdc.report.tables import Cell, Table, count, percent
@@ -19,7 +20,8 @@ def _counts(caption: str, columns: tuple[str, str, str], numbers: Mapping[str, i
 def coverage_table(stats: Stats) -> Table:
     """Every row of the list: what the download and the caption stage made of it."""
     listed = sum(stats.statuses.values())
-    rows = [("download", status, n) for status, n in stats.statuses.items() if status != "ok" or not stats.reasons]
+    told = CAPTIONED if stats.reasons else ()  # these rows are told by the caption stage's reasons
+    rows = [("download", status, n) for status, n in stats.statuses.items() if status not in told]
     rows += [("caption", reason, n) for reason, n in stats.reasons.items()]
     rows.sort(key=lambda row: (row[1] not in ("ok", "kept"), -row[2]))
     return Table(
@@ -37,7 +39,7 @@ def host_table(stats: Stats) -> Table:
         caption=f"Hosts with the most rows, of {count(stats.host_count)}.",
         columns=("Host", "Rows", "Stored, %"),
         rows=tuple(
-            (Cell(host.name or "(sample)"), Cell(count(host.listed)), Cell(percent(host.stored / host.listed)))
+            (Cell(host.name or "(none)"), Cell(count(host.listed)), Cell(percent(host.stored / host.listed)))
             for host in stats.hosts
         ),
     )

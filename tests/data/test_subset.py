@@ -12,6 +12,7 @@ from mdc.data.shards import read_index, verify_shards
 from mdc.data.stats import read_stats
 from mdc.data.subset import write_subset
 from mdc.errors import UserError
+from mdc.report.data_tables import coverage_table
 
 
 @pytest.fixture
@@ -64,28 +65,30 @@ def test_a_damaged_shard_is_noticed_through_a_subset(folder: Path, tmp_path: Pat
 
 
 def test_statistics_add_up(tmp_path: Path, shards: Callable[..., Path]) -> None:
-    captions: list[str | None] = [f"a red dog {i}" for i in range(60)] + [None, " ".join(["dog"] * 60)]
-    status = ["ok"] * 55 + ["failed:http_404"] * 5 + ["ok"] * 2
-    urls = [f"http://{'big' if i < 50 else 'small'}.test/{i}.jpg" for i in range(62)]
-    sizes = [100] * 31 + [300] * 31
-    pictures = [f"picture {max(i, 3)}" for i in range(62)]
+    captions: list[str | None] = [f"a red dog {i}" for i in range(60)] + [None, " ".join(["dog"] * 60), None]
+    status = ["ok"] * 55 + ["failed:http_404"] * 5 + ["ok"] * 2 + ["dropped:missing_caption"]
+    urls = [f"http://{'big' if i < 50 else 'small'}.test/{i}.jpg" for i in range(63)]
+    sizes = [100] * 31 + [300] * 32
+    pictures = [f"picture {max(i, 3)}" for i in range(63)]
     folder = shards(
         captions=captions, status=status, url=urls, sha256=pictures, original_width=sizes, original_height=sizes
     )
     stats = read_stats(tmp_path / "downloaded", tmp_path / "captions", folder)
-    assert stats.statuses == {"ok": 57, "failed:http_404": 5}
+    assert stats.statuses == {"ok": 57, "failed:http_404": 5, "dropped:missing_caption": 1}
     assert [(host.name, host.listed, host.stored) for host in stats.hosts] == [
         ("big.test", 50, 50),
-        ("small.test", 12, 7),
+        ("small.test", 13, 7),
     ]
     assert stats.host_count == 2
     assert stats.sides == {64: 31, 256: 26}
-    assert stats.reasons == {"kept": 55, "missing": 1, "too_long": 1}
+    assert stats.reasons == {"kept": 55, "missing": 2, "too_long": 1}
     assert stats.sources == {"caption": 55}
     assert sum(stats.splits.values()) == 55
     assert stats.tokens == sorted(stats.tokens)
     assert stats.duplicates["top"][0]["rows"] == 4
     assert stats.shards == len(list(folder.glob("*.tar")))
+    told = coverage_table(stats)
+    assert sum(int(rows.text) for _, rows, _ in told.rows) == 63, "no row is told twice"
     before = read_stats(tmp_path / "downloaded", tmp_path / "none", tmp_path / "none")
     assert (before.statuses, before.reasons, before.shards) == (stats.statuses, {}, 0)
     with pytest.raises(UserError, match="mdc stage download"):
