@@ -142,6 +142,16 @@ def check_output(output: Path) -> None:
         )
 
 
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be made ({error.strerror}); set paths.data, paths.outputs and paths.runs to folders that "
+            "can be written"
+        ) from None
+
+
 def run_stage(name: str, params: Params) -> Path:
     """Run one stage to its end and return the folder that it made.
 
@@ -152,9 +162,11 @@ def run_stage(name: str, params: Params) -> Path:
     stage = choose("stage", name, STAGES)
     at = Folders.of(params.paths)
     output = stage.output(at)
+    _make(at.runs)
     with raise_on_sigterm(), only_writer(at.runs / f"{name}.lock", str(output), LOCK_PATIENCE_S):
         check_output(output)
         _check_inputs(stage, params, at)
+        _make(output.parent)
         try:
             stage.run(params, at)
         except BaseException:

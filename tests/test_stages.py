@@ -56,6 +56,15 @@ def test_unfinished_work_belongs_to_what_it_depends_on() -> None:
     assert len({first, *(at.work("download", other) for other in others)}) == 3
 
 
+@pytest.mark.usefixtures("params")
+@pytest.mark.parametrize("place", ["data", "runs"])
+def test_a_place_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    monkeypatch.setitem(stages.STAGES, "shard", Stage(make, stages.STAGES["shard"].output))
+    Path("file").touch()
+    with pytest.raises(UserError, match=r"file/.* cannot be made \(Not a directory\); set paths.data"):
+        run_stage("shard", Params.model_validate({"paths": {place: "file/x"}}))
+
+
 def test_files_that_no_stage_made_are_not_replaced(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_shard(monkeypatch, make)
     Path("data/shards").mkdir(parents=True)
