@@ -175,13 +175,29 @@ for _name in ("prefect.flow_runs", "prefect.task_runs"):
     logging.getLogger(_name).addFilter(_is_news)
 
 
+@contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes that are started meanwhile do not hear Ctrl-C, which a terminal sends to all: a flow that is being
+    stopped still needs its server, and would wait for it for minutes."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def main(flow: Flow[..., None]) -> None:
     """Run a flow from the command line. The log tells what went wrong; the last line says it again, short."""
     try:
         load_params()  # bad parameters need no server to be told
+        with _deaf_to_ctrl_c():
+            get_client(sync_client=True)  # starts Prefect's temporary server, where there is no other
         with raise_on_sigterm():
             flow()
     except (UserError, StageFailed) as error:
         sys.exit(f"error: {error}")
     except Terminated:  # an orderly exit, on which Prefect ends its temporary server
         sys.exit(128 + signal.SIGTERM)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

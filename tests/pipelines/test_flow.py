@@ -2,11 +2,14 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from prefect.exceptions import ParameterTypeError
 from prefect.states import Failed
@@ -106,6 +109,26 @@ def test_runs_on_a_temporary_server(project: Path, answers: tuple[dict[str, Any]
     assert outcome["artifacts"]["download-progress"] == 100
     # everything Prefect keeps lies in the project
     assert (project / ".prefect" / "prefect.db").is_file()
+
+
+def test_ctrl_c_ends_a_flow_and_its_stage(project: Path) -> None:
+    """A terminal sends it to every process; one that has lost its server would wait for minutes."""
+    pid, log = project / "download.pid", project / "flow.log"
+    (project / "download.hang").touch()
+    command = [sys.executable, "-m", "pipelines.download"]
+    with log.open("w") as file:
+        flow = subprocess.Popen(command, stdout=file, stderr=file, env=environment(), start_new_session=True)
+    deadline = time.monotonic() + 200
+    while not (pid.is_file() and pid.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(flow.pid, signal.SIGINT)
+    try:
+        assert flow.wait(60) == 130, log.read_text()
+    finally:
+        flow.kill()
+    assert log.read_text().count("stopped; the same command goes on from here") == 1
+    assert "Traceback" not in log.read_text()
+    assert not psutil.pid_exists(int(pid.read_text()))
 
 
 def test_parameters_are_the_sections_of_the_file() -> None:
