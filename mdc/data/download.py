@@ -1,6 +1,5 @@
 """From a list of URLs to images stored at training size, with every row of the list accounted for."""
 
-import errno
 import shutil
 import threading
 from collections import Counter
@@ -18,10 +17,11 @@ from tqdm import tqdm
 from mdc.config import ComputeParams, DownloadParams
 from mdc.data import images
 from mdc.data.fetch import Limits
-from mdc.data.ledger import Ledger, place
+from mdc.data.ledger import Ledger
 from mdc.data.parts import is_final
 from mdc.data.plan import Plan, write_plan
 from mdc.data.source import check_places, root_of
+from mdc.data.work import full_disk_named, place
 from mdc.errors import UserError
 from mdc.files import MANIFEST, read_json, sha256, whole_folder, write_manifest
 
@@ -126,16 +126,6 @@ def _check_success(statuses: Counter[str], params: DownloadParams) -> None:
     )
 
 
-@contextmanager
-def _full_disk_named(work: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise UserError(f"{work}: the disk is full; make room and run again, finished parts are kept") from None
-
-
 def _identity(params: DownloadParams, plan: Plan) -> dict[str, Any]:
     """Equal for runs that store the same for the same answers."""
     return {"plan": plan.digest(), "settings": settings(params), "images": sha256(Path(images.__file__))}
@@ -158,7 +148,7 @@ def download(params: DownloadParams, compute: ComputeParams, work: Path, output:
     Raises UserError for an input that cannot be used, before any request, and for too few successes.
     """
     check_places(params.input, output, work)
-    with _full_disk_named(work), closing(write_plan(params, work)) as plan:
+    with full_disk_named(work), closing(write_plan(params, work)) as plan:
         identity = _identity(params, plan)
         ledger = Ledger(work / "parts", plan, identity)
         if params.kind == "urls" and _was_made_by(output, identity):  # pictures that are here may have changed

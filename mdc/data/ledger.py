@@ -4,8 +4,6 @@ Every part's parquet file is the ledger of its rows: a status each, and details.
 is asked for again by the next run, alone.
 """
 
-import os
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,7 @@ import pyarrow.parquet as pq
 
 from mdc.data.parts import EARLIER, ROWS, TAR, final_rows, is_done, is_final, part_path, reopen
 from mdc.data.plan import Plan
-from mdc.files import read_json, write_json
-
-IDENTITY = "identity.json"
-
-
-def place(source: Path, target: Path) -> None:
-    """A hard link where the file system allows it, else a copy."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+from mdc.data.work import claim, place
 
 
 class Ledger:
@@ -35,11 +23,7 @@ class Ledger:
     def __init__(self, folder: Path, plan: Plan, identity: dict[str, Any]) -> None:
         """Keeps finished parts of the same plan and settings; those of others are removed."""
         self.folder, self.plan, self.identity = folder, plan, identity
-        record = folder / IDENTITY
-        if folder.exists() and not (record.is_file() and read_json(record) == identity):
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(record, identity)
+        claim(folder, identity)
         for left in [*folder.glob("*.progress"), *folder.glob(".*.tmp")]:
             left.unlink()
         self._done = {part for part in range(plan.parts) if is_done(folder, part, plan.uids(part))}

@@ -14,22 +14,34 @@ from mdc.files import read_json, write_json
 IDENTITY = "identity.json"
 
 
-@contextmanager
-def claimed(work: Path, identity: dict[str, Any]) -> Iterator[None]:
-    """Use the folder `work`: what it holds of the same identity stays, anything else is removed; at the end it goes.
-
-    After an error it stays, for the next run. Raises UserError when the disk is full.
-    """
+def claim(work: Path, identity: dict[str, Any]) -> None:
+    """Make the folder `work`: what it holds of the same identity stays, anything else is removed."""
     record = work / IDENTITY
     if work.exists() and not (record.is_file() and read_json(record) == identity):
         shutil.rmtree(work)
+    write_json(record, identity)
+
+
+@contextmanager
+def full_disk_named(work: Path) -> Iterator[None]:
+    """Raise UserError where the disk is full."""
     try:
-        write_json(record, identity)
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UserError(f"{work}: the disk is full; make room and run again, finished files are kept") from None
+
+
+@contextmanager
+def claimed(work: Path, identity: dict[str, Any]) -> Iterator[None]:
+    """Use the folder `work`, see `claim`; at the end it goes.
+
+    After an error it stays, for the next run. Raises UserError when the disk is full.
+    """
+    with full_disk_named(work):
+        claim(work, identity)
+        yield
     shutil.rmtree(work)
 
 
