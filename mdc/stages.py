@@ -5,7 +5,8 @@ checkpoints) lies under `runs/`, in a folder named by a fingerprint of all that 
 before it reruns a stage, and a change of data or parameters must not resume from work done for others.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,20 @@ def _make(folder: Path) -> None:
         ) from None
 
 
+@contextmanager
+def _place(folder: Path) -> Iterator[None]:
+    """Make `folder`; an error leaves a new one only where something lies in it."""
+    new = not folder.exists()
+    _make(folder)
+    try:
+        yield
+    except BaseException:
+        if new:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
 def run_stage(name: str, params: Params) -> Path:
     """Run one stage to its end and return the folder that it made.
 
@@ -166,12 +181,12 @@ def run_stage(name: str, params: Params) -> Path:
     with raise_on_sigterm(), only_writer(at.runs / f"{name}.lock", str(output), LOCK_PATIENCE_S):
         check_output(output)
         _check_inputs(stage, params, at)
-        _make(output.parent)
-        try:
-            stage.run(params, at)
-        except BaseException:
-            end_children(GRACE_S)
-            raise
+        with _place(output.parent):
+            try:
+                stage.run(params, at)
+            except BaseException:
+                end_children(GRACE_S)
+                raise
     assert (output / MANIFEST).is_file(), f"stage {name} ended without {output / MANIFEST}"
     return output
 
