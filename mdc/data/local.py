@@ -21,6 +21,7 @@ from mdc.data.source import (
     expand,
     list_files,
     make_record,
+    malformed,
     open_place,
     read_records,
     root_of,
@@ -32,29 +33,40 @@ KEY = "__key__"  # a shard's own name of a sample, which `download.uid_column` m
 METADATA = "metadata"  # the file in a folder of pictures that lists their paths and captions
 
 
-def _parse(text: bytes, kind: str, place: str) -> Any:
-    """The contents of a `.txt` or `.json` file that belongs to a picture."""
+class _Malformed(ValueError):
+    """A file beside a picture that cannot be read as text; the message says why."""
+
+
+def _parse(text: bytes, kind: str) -> Any:
+    """The contents of a `.txt` or `.json` file that belongs to a picture. Raises _Malformed."""
     try:
         value = text.decode("utf-8-sig")
         if kind == ".txt":
             return value.strip()
         fields = json.loads(value)
     except UnicodeDecodeError as error:
-        raise UserError(f"{place} is not UTF-8: {error.reason}; convert it") from None
-    except ValueError as error:
-        raise UserError(f"{place} is not JSON: {error}") from None
+        raise _Malformed(f"({kind}) is not UTF-8: {error.reason}") from None
+    except (ValueError, RecursionError) as error:
+        raise _Malformed(f"({kind}) is not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise UserError(f"{place} holds {type(fields).__name__}, not a JSON object with a caption")
+        raise _Malformed(f"({kind}) holds {type(fields).__name__}, not a JSON object with a caption")
     return fields
 
 
 def _described(
     place: str, url: str, name: str, texts: dict[str, bytes], params: DownloadParams, key: str = ""
 ) -> Record:
-    """texts: what lies beside the picture, by `.txt` and `.json`. A `.txt` is the main caption."""
-    values = {KEY: key} | (_parse(texts[".json"], ".json", f"{place} (.json)") if ".json" in texts else {})
+    """texts: what lies beside the picture, by `.txt` and `.json`. A `.txt` is the main caption.
+
+    Where one of them is no text the record is dropped as `malformed`, as one of a list is.
+    """
+    try:
+        values = {KEY: key} | (_parse(texts[".json"], ".json") if ".json" in texts else {})
+        text = _parse(texts[".txt"], ".txt") if ".txt" in texts and params.caption_columns else ""
+    except _Malformed as problem:
+        return malformed(f"{place} {problem}", url)
     captions = []
-    if ".txt" in texts and params.caption_columns and (text := _parse(texts[".txt"], ".txt", f"{place} (.txt)")):
+    if text:
         words = " ".join(text.split()) if params.line_breaks == "space" else text
         column = params.caption_columns[0]
         captions = [(column if values.get(column) in (None, text) else "txt", words)]
@@ -168,7 +180,9 @@ def read_here(url: str, root: str, kind: str, max_bytes: int) -> bytes:
         if size > max_bytes:
             raise FetchFailed("too_large", f"{size} bytes, {max_bytes} allowed")
         return fs.cat_file(file, start=start, end=start + size) if span else fs.cat_file(file)
+    except FetchFailed:
+        raise
     except FileNotFoundError:
         raise FetchFailed("not_found", "no such file") from None
-    except OSError as error:
+    except Exception as error:  # every file system raises errors of its own
         raise FetchFailed("unreadable", str(error)) from None

@@ -24,7 +24,7 @@ from mdc.config import DownloadParams
 from mdc.data.fetch import SAMPLE_SCHEME
 from mdc.data.local import read_folder, read_webdataset
 from mdc.data.parts import PART_SCHEMA
-from mdc.data.source import Record, check_columns, list_files, read_records
+from mdc.data.source import Record, answering, check_columns, list_files, read_records
 from mdc.data.tables import database, parquet, stream
 from mdc.errors import UserError
 from mdc.files import sha256, whole_file
@@ -44,6 +44,12 @@ def _read_lists(params: DownloadParams) -> Iterator[Record]:
     files = list_files(params.input)
     check_columns(files, params)
     return read_records(files, params)
+
+
+def _read(params: DownloadParams) -> Iterator[Record]:
+    """Every record of the input."""
+    with answering(params.input):
+        yield from READERS.get(params.kind, _read_lists)(params)
 
 
 def _key(url: str) -> int:
@@ -91,11 +97,10 @@ def _dropped_row(record: Record) -> dict[str, Any]:
 def _stage(params: DownloadParams, scratch: Path, dropped: _Dropped) -> Counter[str]:
     """Write records that can be asked for to `rows.parquet`, given uids to `uids.parquet`, others to `dropped`."""
     counts = Counter(rows=0, captions_left_out=0)
-    records = READERS[params.kind](params) if params.kind in READERS else _read_lists(params)
     rows = pq.ParquetWriter(scratch / "rows.parquet", _ROW_SCHEMA, compression="zstd")
     uids = pq.ParquetWriter(scratch / "uids.parquet", _UID_SCHEMA, compression="zstd")
     with rows, uids:
-        for start, batch in _batches(records):
+        for start, batch in _batches(_read(params)):
             counts["rows"] += len(batch)
             counts["captions_left_out"] += sum(record.left_out for record in batch)
             numbered = [{"number": start + index, **record._asdict()} for index, record in enumerate(batch)]
@@ -164,7 +169,8 @@ def _join(table: pa.Table, dropped: _Dropped) -> pa.Table:
         rows.append({**row, "caption": _main(row["captions"]), "status": status, "detail": detail})
     dropped.add(rows)
     for name, values in changed.items():
-        leaders = leaders.set_column(leaders.column_names.index(name), leaders.schema.field(name), [values])
+        field = leaders.schema.field(name)
+        leaders = leaders.set_column(leaders.column_names.index(name), field, pa.array(values, field.type))
     return leaders
 
 
@@ -246,8 +252,8 @@ def write_plan(params: DownloadParams, folder: Path) -> Plan:
 
     Statuses of rows that are not asked for: `joined` (its captions are with the row that `detail` names), and
     `dropped:` with no_url, missing_caption, line_break (no caption is without a tab or line break), malformed (wrong
-    number of fields, or no JSON), duplicate (the same URL and captions as another row), other_group (the same URL as
-    another row, but another label or group).
+    number of fields, no JSON, or a caption file that is not UTF-8), duplicate (the same URL and captions as another
+    row), other_group (the same URL as another row, but another label or group).
     Raises UserError for a missing file or column, an empty list, and uids that are repeated or cannot name a file.
     """
     with (

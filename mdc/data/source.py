@@ -83,6 +83,28 @@ def is_local(place: str) -> bool:
     return isinstance(open_place(place)[0], LocalFileSystem)
 
 
+@contextmanager
+def answering(place: str) -> Iterator[None]:
+    """Raise UserError where the file system of an address does not let it be read; each raises errors of its own."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if is_local(place) and not isinstance(error, OSError):
+            raise
+        raise UserError(
+            f"download.input: {place} cannot be read: {type(error).__name__}: {error}; mend the address, the access to "
+            "it or the network, and run again"
+        ) from error
+
+
+def check_there(place: str) -> None:
+    """Raise UserError where nothing is at an address, with what would make it."""
+    with answering(place):
+        expand(place)
+
+
 def root_of(place: str) -> str:
     """The folder that a file, a folder or a pattern lies in; of a folder, itself."""
     fs, path = open_place(place)
@@ -204,7 +226,7 @@ def _json_records(lines: Iterator[str]) -> Iterator[tuple[int, dict[str, Any] | 
         if line.strip():
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
             yield number, record if isinstance(record, dict) else None
 
@@ -359,16 +381,35 @@ def _word(value: Any) -> str:
     return "" if value is None else value if isinstance(value, str) else str(value)
 
 
+def _given(values: dict[str, Any], params: DownloadParams) -> list[tuple[str, Any]]:
+    """What the columns of captions hold, one text or several."""
+    held = [(column, values.get(column)) for column in params.caption_columns]
+    return [(column, text) for column, value in held for text in (value if isinstance(value, list) else [value])]
+
+
 def _captions(values: dict[str, Any], params: DownloadParams) -> list[tuple[str, str]]:
     """Every caption that is not missing, with the column that it comes from."""
     found = []
-    for column in params.caption_columns:
-        value = values.get(column)
-        for text in value if isinstance(value, list) else [value]:
-            word = _word(text)
-            if not is_missing(word):
-                found.append((column, " ".join(word.split()) if params.line_breaks == "space" else word))
+    for column, text in _given(values, params):
+        word = _word(text)
+        if not is_missing(word):
+            found.append((column, " ".join(word.split()) if params.line_breaks == "space" else word))
     return found
+
+
+def malformed(place: str, url: str = "") -> Record:
+    """place: what is wrong may follow it."""
+    place, url = (text.encode(errors="backslashreplace").decode() for text in (place, url))
+    return Record(place, hash_uid(place), url, [], dropped="malformed")
+
+
+def _is_utf8(text: str) -> bool:
+    r"""Not for half a character, as JSON can spell it (\ud83d) and as names of files can hold it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def make_record(
@@ -382,9 +423,16 @@ def make_record(
     """A record of the values that a list, or a file beside a picture, gives.
 
     captions: more of them, which come first. name: what stands for the URL in the uid. Raises UserError for a uid that
-    cannot name a file. Reasons: no_url, missing_caption, line_break (no caption is without a tab or line break).
+    cannot name a file. Reasons: no_url, missing_caption, line_break (no caption is without a tab or line break),
+    malformed (half a character somewhere, or an object in the place of a caption).
     """
+    if any(isinstance(text, (dict, list)) for _, text in _given(values, params)):
+        return malformed(f"{place} holds no text as its caption", url)
     found = list(dict.fromkeys([*captions, *_captions(values, params)]))
+    columns = (params.uid_column, params.label_column, params.group_column)
+    uid, label, group = (_word(values.get(column)) if column else "" for column in columns)
+    if not all(map(_is_utf8, (url, uid, label, group, *(text for _, text in found)))):
+        return malformed(f"{place} is not UTF-8", url)
     whole = [(source, text) for source, text in found if not ("\n" in text or "\t" in text or "\r" in text)]
     if not url.strip():
         dropped = "no_url"
@@ -393,21 +441,21 @@ def make_record(
     else:
         dropped = "line_break" if found else "missing_caption"
     if params.uid_column:
-        uid = _word(values.get(params.uid_column))
         _check_uid(uid, place)
     else:
         uid = hash_uid(name or url, *([text for _, text in found] or [""]))
-    columns = (params.label_column, params.group_column)
-    label, group = (_word(values.get(column)) if column else "" for column in columns)
     kept = found if dropped else whole
     return Record(place, uid, url.strip(), kept, label, group, dropped, len(found) - len(kept))
 
 
 def read_records(files: list[ListFile], params: DownloadParams) -> Iterator[Record]:
-    """Every record of the files in their order; `malformed` are those with a wrong number of fields, or no JSON."""
+    """Every record of the files in their order; `malformed` are those with a wrong number of fields, or no JSON.
+
+    See `make_record` for the other reasons.
+    """
     for file in files:
         for place, values in _rows(file, params):
             if values is None:
-                yield Record(place, hash_uid(place), "", [], dropped="malformed")
+                yield malformed(place)
             else:
                 yield make_record(place, _word(values.get(params.url_column)), values, params)

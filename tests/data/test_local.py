@@ -111,15 +111,30 @@ def test_pictures_at_an_address(tmp_path: Path, folder: Path) -> None:
         assert body == {"images": (folder / "a.png").read_bytes(), "webdataset": encoded(picture(7))}[kind]
 
 
+def test_a_caption_file_that_is_no_text_drops_its_picture_alone(tmp_path: Path, folder: Path) -> None:
+    (folder / "a.txt").write_bytes("caf\xe9".encode("latin-1"))
+    (folder / "b.json").write_text("[1]")
+    (folder / "deeper" / "c.json").write_text('{"caption": ')
+    (folder / "f.txt").write_text("a lamp")
+    download(params(folder, "images"), COMPUTE, tmp_path / "work", tmp_path / "downloaded", progress=False)
+    rows = {row["url"]: row for row in read_metadata(tmp_path / "downloaded").to_pylist()}
+    assert {url: row["status"] for url, row in rows.items()} == {
+        "a.png": "dropped:malformed",
+        "b.JPG": "dropped:malformed",
+        "deeper/c.webp": "dropped:malformed",
+        "d.png": "dropped:missing_caption",
+        "e.png": "failed:decode",
+        "f.png": "ok",
+    }
+    assert rows["a.png"]["detail"] == "a.png (.txt) is not UTF-8: unexpected end of data"
+    assert rows["b.JPG"]["detail"] == "b.JPG (.json) holds list, not a JSON object with a caption"
+    assert rows["deeper/c.webp"]["detail"].startswith("deeper/c.webp (.json) is not JSON: Expecting value")
+    assert read_json(tmp_path / "downloaded" / "manifest.json")["counts"]["reasons"]["dropped:malformed"] == 3
+
+
 def test_folders_that_cannot_be_read(folder: Path) -> None:
     with pytest.raises(UserError, match="is no folder"):
         list(read_folder(params(folder / "a.png", "images")))
-    (folder / "b.json").write_text("[1]")
-    with pytest.raises(UserError, match=r"b\.JPG \(\.json\) holds list"):
-        list(read_folder(params(folder, "images")))
-    (folder / "b.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="is not UTF-8"):
-        list(read_folder(params(folder, "images")))
     for name in ("metadata.csv", "metadata.jsonl"):
         (folder / name).write_text("")
     with pytest.raises(UserError, match="2 files named metadata"):

@@ -48,6 +48,13 @@ def test_rows_of_one_url_become_one_sample_with_all_captions(tmp_path: Path) -> 
     assert plan.rows + plan.reasons.total() == plan.counts["rows"] == 5
 
 
+def test_urls_that_repeat_in_a_list_without_captions(tmp_path: Path) -> None:
+    rows = pd.DataFrame({"url": ["http://h/0", "http://h/1", "http://h/0"]})
+    plan = plan_of(rows, tmp_path / "one", caption_column="")
+    assert sorted(row["url"] for row in planned(plan)) == ["http://h/0", "http://h/1"]
+    assert plan.reasons == {"dropped:duplicate": 1}
+
+
 def test_a_url_of_two_groups_is_not_joined(tmp_path: Path) -> None:
     rows = pd.DataFrame({"url": ["http://h/0"] * 3, "caption": ["x", "y", "z"], "base": ["a", "b", None]})
     rows["uid"] = ["1", "2", "3"]

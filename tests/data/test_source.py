@@ -2,15 +2,17 @@
 
 import gzip
 import json
+import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import fsspec
 import pandas as pd
 import pytest
 
 from mdc.config import DownloadParams
-from mdc.data.source import Record, check_columns, check_places, list_files, read_records
+from mdc.data.plan import write_plan
+from mdc.data.source import Record, check_columns, check_places, check_there, list_files, read_records
 from mdc.errors import UserError
 
 WORDS = ["NA", "null", "None", "nan", "", "   ", "N/A"]
@@ -184,6 +186,19 @@ def test_lines_of_json_that_hold_no_object_are_malformed(tmp_path: Path) -> None
     assert records[2].place == "a.jsonl line 4"
 
 
+def test_json_that_is_no_text_drops_its_record_alone(tmp_path: Path) -> None:
+    captions = ['"half a pair \\ud83d"', '"a whole pair \\ud83d\\ude00"', '{"text": "x"}', '[["x"]]', "7"]
+    lines = [f'{{"url": "http://h/{number}", "caption": {caption}}}' for number, caption in enumerate(captions)]
+    lines += ['{"url": "http://h/\\udc00", "caption": "x"}', '{"url": "http://h/9", "caption": ' + "[" * 10**5]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    records = read(params(tmp_path / "a.jsonl"))
+    assert dropped(records) == ["malformed", "", "malformed", "malformed", "", "malformed", "malformed"]
+    assert [texts([record])[0] for record in records if not record.dropped] == ["a whole pair \U0001f600", "7"]
+    assert records[0].place == "a.jsonl line 1 is not UTF-8"
+    assert records[2].place == "a.jsonl line 3 holds no text as its caption"
+    assert all("".join((record.place, record.url, record.uid)).encode() for record in records)
+
+
 def test_a_text_file_lists_urls_without_captions(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("http://h/0\n\n  http://h/1  \n")
@@ -270,6 +285,18 @@ def test_lists_at_an_address(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be opened"):
         read(params("nosuch://bucket/list.csv"))
     check_places("memory://lists", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["urls", "images", "webdataset"])
+def test_an_address_that_does_not_answer_is_told(tmp_path: Path, kind: Literal["urls", "images", "webdataset"]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"http://127.0.0.1:{free.getsockname()[1]}/list.csv"
+    with pytest.raises(UserError, match=rf"{place} cannot be read: .*; mend the address"):
+        write_plan(params(place, kind=kind), tmp_path / "work")
+    with pytest.raises(UserError, match="cannot be read"):
+        check_there(place)
+    assert not (tmp_path / "work").exists()
 
 
 def test_a_damaged_gzip_file_is_named(tmp_path: Path) -> None:
