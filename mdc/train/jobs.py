@@ -8,6 +8,7 @@ does not look: a training that ends while nobody follows it is delivered by the 
 import getpass
 import json
 import os
+import re
 import shutil
 import string
 import subprocess
@@ -30,6 +31,8 @@ CANCEL_S = 20.0  # for a cancelled job to save a checkpoint and end; a Prefect w
 SLURM_OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 SLURM_OVER |= {"PREEMPTED", "REVOKED"}
 USER_ERROR = 2  # exit code of a command for bad input
+ELSEWHERE = "run this where `{}` reaches the cluster, or set compute.launcher: local"
+_KUBECTL_LOG = re.compile(r"[EWI]\d{4} \d\d:\d\d")
 
 
 @dataclass(frozen=True)
@@ -77,18 +80,30 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _call(command: list[str], stdin: str = "") -> str:
-    """The output of a cluster's command. Raises UserError with its own words where it fails or does not exist."""
+def _call(command: list[str], fix: str = "", stdin: str = "") -> str:
+    """The output of a cluster's command.
+
+    fix: what helps where it fails. Raises UserError with its own words where it fails or is not there.
+    """
     try:
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True)
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, errors="replace")
     except FileNotFoundError:
         raise UserError(
             f"compute.launcher needs the command {command[0]!r}, which is not on this machine; run this where jobs are "
             "submitted, or set compute.launcher: local"
         ) from None
     if done.returncode:
-        raise UserError(f"`{' '.join(command[:2])} ...` failed: {(done.stderr or done.stdout).strip()[-2000:]}")
+        name = " ".join(word for word in command[:2] if not word.startswith("-"))
+        raise UserError(f"`{name}` failed: {_reason(done.stderr or done.stdout)}" + (f"; {fix}" if fix else ""))
     return done.stdout
+
+
+def _reason(output: str) -> str:
+    """In one line, without kubectl's log of each attempt and what leads up to a fatal error of Slurm's."""
+    lines = list(dict.fromkeys(line.strip() for line in output.splitlines() if line.strip()))
+    told = [line for line in lines if not _KUBECTL_LOG.match(line)] or lines
+    fatal = [line for line in told if ": fatal: " in line]
+    return "; ".join(fatal or told)[-2000:]
 
 
 class SlurmJob(Job):
@@ -96,7 +111,7 @@ class SlurmJob(Job):
 
     def find(self) -> str:
         query = ["squeue", "--noheader", "--user", getpass.getuser(), "--name", self.name, "--format", "%i %T"]
-        while jobs := [line.split() for line in _call(query).splitlines()]:
+        while jobs := [line.split() for line in _call(query, ELSEWHERE.format("sinfo")).splitlines()]:
             number, state = jobs[0]
             if state != "COMPLETING":
                 return number
@@ -119,7 +134,8 @@ class SlurmJob(Job):
         }
         given = [f"--{name}={value}" for name, value in options.items() if value]
         script = [asked.script, str(self.parameters), str(self.result)]
-        return _call(["sbatch", "--parsable", *given, *asked.options, *script]).strip().partition(";")[0]
+        fix = f"mend compute.slurm, or {asked.script}"
+        return _call(["sbatch", "--parsable", *given, *asked.options, *script], fix).strip().partition(";")[0]
 
     def state(self, job: str) -> State:
         try:
@@ -148,8 +164,8 @@ class KubernetesJob(Job):
 
     logs: subprocess.Popen[bytes] | None = None
 
-    def _kubectl(self, *arguments: str, stdin: str = "") -> str:
-        return _call(["kubectl", "--namespace", self.params.compute.kubernetes.namespace, *arguments], stdin)
+    def _kubectl(self, *arguments: str, fix: str = "", stdin: str = "") -> str:
+        return _call(["kubectl", *arguments, "--namespace", self.params.compute.kubernetes.namespace], fix, stdin)
 
     def manifest(self) -> str:
         """The filled-in template."""
@@ -171,7 +187,8 @@ class KubernetesJob(Job):
             raise UserError(f"compute.kubernetes.manifest {path} does not exist") from None
 
     def find(self) -> str:
-        while known := self._kubectl("get", "job", self.name, "--ignore-not-found", "--output", "json").strip():
+        query = ["get", "job", self.name, "--ignore-not-found", "--output", "json"]
+        while known := self._kubectl(*query, fix=ELSEWHERE.format("kubectl cluster-info")).strip():
             job = json.loads(known)
             if "deletionTimestamp" in job["metadata"]:
                 _say(f"waiting for the end of job {self.name}")  # its pods may still save a checkpoint
@@ -183,7 +200,8 @@ class KubernetesJob(Job):
         return ""
 
     def submit(self) -> str:
-        self._kubectl("apply", "--filename", "-", stdin=self.manifest())
+        fix = f"mend compute.kubernetes, or {self.params.compute.kubernetes.manifest}"
+        self._kubectl("apply", "--filename", "-", fix=fix, stdin=self.manifest())
         return self.name
 
     def state(self, job: str) -> State:

@@ -127,6 +127,54 @@ def test_a_machine_without_the_cluster_is_told(
         jobs.run_as_job(params, tmp_path / "pretrain-0", tmp_path / "model", lambda status: None)
 
 
+FAILING = {  # what the commands say where they reach no cluster
+    "squeue": """squeue: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
+squeue: error: fetch_config: DNS SRV lookup failed
+squeue: fatal: Could not establish a configuration source""",
+    "kubectl": """E1130 20:19:24.142719   20363 memcache.go:265] "Unhandled Error" err="couldn't get the list"
+E1130 20:19:24.144071   20363 memcache.go:265] "Unhandled Error" err="couldn't get the list"
+The connection to the server localhost:8080 was refused - did you specify the right host or port?""",
+}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "command", "told"),
+    [
+        (
+            "slurm",
+            "squeue",
+            "`squeue` failed: squeue: fatal: Could not establish a configuration source; run this where `sinfo` "
+            "reaches the cluster, or set compute.launcher: local",
+        ),
+        (
+            "kubernetes",
+            "kubectl",
+            "`kubectl get` failed: The connection to the server localhost:8080 was refused - did you specify the right "
+            "host or port?; run this where `kubectl cluster-info` reaches the cluster, or set compute.launcher: local",
+        ),
+    ],
+)
+def test_a_cluster_that_does_not_answer_is_told_in_one_line(
+    tmp_path: Path, small_params: MakeParams, launcher: str, command: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / command
+    script.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{FAILING[command]}\nEND\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    params = small_params(compute={"launcher": launcher})
+    with pytest.raises(UserError) as caught:
+        jobs.run_as_job(params, tmp_path / "pretrain-0", tmp_path / "model", lambda status: None)
+    assert str(caught.value) == told
+
+
+def test_what_a_cluster_refuses_is_told_whole(tmp_path: Path) -> None:
+    script = tmp_path / "sbatch"
+    script.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition: x' >&2\necho failed >&2\nexit 1\n")
+    script.chmod(0o755)
+    with pytest.raises(UserError, match=r"sbatch` failed: sbatch: error: invalid partition: x; failed; mend it"):
+        jobs._call([str(script), "--parsable"], "mend it")
+
+
 def test_other_data_or_another_folder_is_another_job(tmp_path: Path, small_params: MakeParams) -> None:
     params = small_params()
     names = {SlurmJob(params, tmp_path / part).name for part in ("a/pretrain-0", "a/pretrain-1", "b/pretrain-0")}
