@@ -5,7 +5,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from ssl import SSLError
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,6 +19,7 @@ from mdc.errors import UserError
 from mdc.files import whole_file
 
 FILE = "tokenizer.json"
+HUB_ANSWERS_S = 10.0
 MASK = "[MASK]"  # how people write a gap in a template, whatever the tokenizer calls it
 SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "bos": "[BOS]", "eos": "[EOS]", "mask": MASK}
 # names by which a loaded tokenizer may already know a role
@@ -199,16 +203,36 @@ def _complete_roles(tokenizer: Tokenizer, roles: dict[str, str]) -> dict[str, st
     return {role: complete[role] for role in SPECIAL}
 
 
+def _unreachable() -> str:
+    """Why the hub does not answer, "" if it does: asked once, where the library itself would try for a minute."""
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    try:
+        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_ANSWERS_S).close()
+    except HTTPError:  # an answer
+        return ""
+    except OSError as error:  # certificates are left to the library, which has its own
+        reason = getattr(error, "reason", error)
+        return "" if isinstance(reason, SSLError) else str(reason)
+    return ""
+
+
 def _from_transformers(name: str) -> tuple[Tokenizer, dict[str, str]]:
     from transformers import AutoTokenizer
 
+    here = Path(name).is_dir()
+    silent = "" if here else _unreachable()
     try:
-        loaded = AutoTokenizer.from_pretrained(name)
+        loaded = AutoTokenizer.from_pretrained(name, local_files_only=here or bool(silent))
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if silent:
+            reason = f"the hub does not answer ({silent}) and there is no copy on this machine"
         raise UserError(
-            f"caption.tokenizer: cannot load {name!r} as a folder with {FILE} or a name on the Hugging Face hub "
-            f"({reason}); give one of these, or `train`"
+            f"caption.tokenizer: cannot load {name!r} as a folder with {FILE} or a name on the Hugging Face hub: "
+            f"{reason}; give one of these, or `train`"
         ) from None
     if not loaded.is_fast:
         raise UserError(

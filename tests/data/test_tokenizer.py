@@ -1,6 +1,7 @@
 """No caption spells a special token, whatever the tokenizer, and equal captions train equal tokenizers."""
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -127,6 +128,7 @@ def test_round_trip_and_tokens() -> None:
 
 SCRIPT = """
 import sys
+import socket
 from pathlib import Path
 from mdc.data.tokenizer import CaptionTokenizer
 words = [f"{a}{b}{c} {c}{a}" for a in "abcdefgh" for b in "xyzuvw" for c in "klmnop"]
@@ -160,3 +162,16 @@ def test_a_tokenizer_that_is_not_there(
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="is not a tokenizer"):
         CaptionTokenizer.load(tmp_path)
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
+    with pytest.raises(UserError, match=r"the hub does not answer \(.*refused\) and there is no copy .* or `train`"):
+        CaptionTokenizer.load("no-such/tokenizer")
+    assert "Retrying" not in "".join(capfd.readouterr())
