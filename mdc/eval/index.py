@@ -9,6 +9,7 @@ that holds: readers see the old set or the new one, whole, while it is replaced.
 
 import math
 import shutil
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +29,7 @@ LISTS_PER_ROOT = 4  # inverted lists: 4 sqrt(n), the lower end of what FAISS's g
 POINTS_PER_LIST = 39  # the fewest training points per list that FAISS's k-means asks for
 TRAINED_PER_LIST = 40  # points per list that k-means sees, at most
 ROUNDS = 10  # of k-means
+EXACT_AT_ONCE = 2**17  # vectors
 GROWTH = 2.0  # times as many vectors as the lists were made for: then they are made anew
 PROBE_QUERIES = 256  # queries on which the visited lists are chosen and recall is measured
 WANTED_RECALL = 0.97  # of those queries, for which more lists are visited: 0.95 with a margin for other queries
@@ -159,12 +161,33 @@ class CosineIndex:
         similarities, numbers = self._searcher.search(queries, k)
         short = (numbers < 0).any(axis=1)
         rows = np.searchsorted(self._numbers, numbers)
+        if self.facts.lists:
+            similarities, rows = self._by_cosine(queries, rows)
         if short.any():
             similarities[short], rows[short] = self._exact(queries[short], k)
         return similarities, rows
 
+    def _by_cosine(self, queries: Vectors, rows_QK: Rows) -> tuple[Vectors, Rows]:
+        """The rows that lists found, whose vectors are rounded to float16, by their exact cosine."""
+        cosines_QK = np.empty(rows_QK.shape, np.float32)
+        at_once = max(1, EXACT_AT_ONCE // rows_QK.shape[1])
+        for start in range(0, len(rows_QK), at_once):
+            some = slice(start, start + at_once)
+            near_RD = normalised(self._vectors[rows_QK[some].ravel()])
+            near_QKD = near_RD.reshape(*rows_QK[some].shape, -1)
+            cosines_QK[some] = np.einsum("qd,qkd->qk", queries[some], near_QKD)
+        order_QK = np.argsort(-cosines_QK, axis=1, kind="stable")
+        return np.take_along_axis(cosines_QK, order_QK, 1), np.take_along_axis(rows_QK, order_QK, 1)
+
     def _exact(self, queries: Vectors, k: int) -> tuple[Vectors, Rows]:
-        return faiss.knn(queries, normalised(self._vectors), k, metric=faiss.METRIC_INNER_PRODUCT)
+        """Some vectors at a time: they may be mapped, and more than memory holds."""
+        best = faiss.ResultHeap(len(queries), k, keep_max=True)
+        for start in range(0, len(self), EXACT_AT_ONCE):
+            some = normalised(self._vectors[start : start + EXACT_AT_ONCE])
+            similarities, rows = faiss.knn(queries, some, min(k, len(some)), metric=faiss.METRIC_INNER_PRODUCT)
+            best.add_result(similarities, rows + start)
+        best.finalize()
+        return best.D, best.I
 
     def add(self, uids: Sequence[str], vectors: np.ndarray, model: str, flat_below: int = FLAT_BELOW) -> "CosineIndex":
         """The index with more vectors `[M, D]`; raises UserError for a uid that it holds, or another model's vectors.
@@ -201,15 +224,20 @@ class CosineIndex:
         return CosineIndex(index, self._uids[kept], self._numbers[kept], self._vectors[kept], facts)._tuned()
 
     def _tuned(self) -> "CosineIndex":
-        """With the fewest visited lists, of powers of two, that reach the wanted recall, which is measured."""
+        """With the fewest visited lists that reach the wanted recall, which is measured."""
         if self.facts.lists and len(self) > 1:
-            chosen, least = self._recall_test(10, PROBE_QUERIES)
-            probes, recall = 0, 0.0
-            while probes < self.facts.lists and recall < WANTED_RECALL:
-                probes = min(2 * probes or 1, self.facts.lists)
+            test = self._recall_test(10, PROBE_QUERIES)
+
+            def recall(probes: int) -> float:
                 self.facts = replace(self.facts, probes=probes)
-                recall = self._recall(chosen, least, 10)
-            self.facts = replace(self.facts, recall_at_10=recall)
+                return self._recall(*test, 10)
+
+            most = 1  # doubled first: visiting too many lists takes longest
+            while most < self.facts.lists and recall(most) < WANTED_RECALL:
+                most = min(2 * most, self.facts.lists)
+            least = most // 2 + 1  # half as many were too few
+            probes = least + bisect_left(range(least, most), WANTED_RECALL, key=recall)
+            self.facts = replace(self.facts, recall_at_10=recall(probes))
         return self
 
     def _recall_test(self, k: int, queries: int) -> tuple[Vectors, Vectors]:
@@ -299,10 +327,11 @@ def _flat(dimension: int) -> faiss.Index:
 
 
 def _inverted(unit: Vectors, lists: int) -> faiss.Index:
-    """Trained, without vectors."""
-    dimension = unit.shape[1]
+    """Trained, without vectors. Its lists hold them in float16: half the memory, and half of what a query reads."""
+    dimension, half = unit.shape[1], faiss.ScalarQuantizer.QT_fp16
     quantizer = faiss.IndexFlatIP(dimension)
-    index = faiss.IndexIVFFlat(quantizer, dimension, lists, faiss.METRIC_INNER_PRODUCT)
+    index = faiss.IndexIVFScalarQuantizer(quantizer, dimension, lists, half, faiss.METRIC_INNER_PRODUCT)
+    index.by_residual = False
     index.cp.spherical, index.cp.niter = True, ROUNDS
     index.train(unit[_spread(len(unit), TRAINED_PER_LIST * lists)])
     return index
