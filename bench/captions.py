@@ -1,5 +1,6 @@
 """Row `captions`: captions written a second, against Hugging Face's `generate` on a model of the same sizes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,17 +10,48 @@ from bench.frame import Result, in_turn, rates
 from bench.hugging_face import hugging_face
 from bench.training import BOS, EOS, PAD, Ours, hyperparameters
 from mdc.generate import generate
-from mdc.model.captioner import Captioner
 
-ROUNDS, IMAGES, LENGTH, AT_ONCE = 3, 16, 16, 4
+ROUNDS, LENGTH, AT_ONCE = 5, 16, 4
+BATCHES = {1: 8, 16: 1}  # images at once: how many such batches a round writes
+STEPS = -(-(LENGTH - 1) // AT_ONCE)
+
+
+def _time(batch: int, models: dict[str, Any]) -> dict[str, list[float]]:
+    """Captions per second of each side by round. batch: images at once."""
+    size = models["confidence"].config.pretrain.image_size
+    images_MCHW = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+    def write(name: str, steps: int | None) -> None:
+        model = models[name]
+        tokens_ML = generate(model, model.config, model.encode(images_MCHW), LENGTH, steps=steps).tokens_ML
+        assert tokens_ML.shape == (batch, LENGTH)
+        assert (tokens_ML != PAD).all(), "a caption of another length"
+
+    def theirs() -> None:
+        made = models["theirs"].generate(pixel_values=images_MCHW)
+        assert made.shape[1] == 1 + LENGTH, "a caption of another length"  # the first token is given
+
+    def often(work: Callable[[], None]) -> Callable[[], None]:
+        def repeat() -> None:
+            for _ in range(BATCHES[batch]):
+                work()
+
+        return repeat
+
+    sides = {
+        "confidence": lambda: write("confidence", STEPS),
+        "autoregressive": lambda: write("autoregressive", None),
+        "theirs": theirs,
+    }
+    with torch.no_grad():
+        taken = in_turn({name: often(work) for name, work in sides.items()}, ROUNDS)
+    return {name: rates(batch * BATCHES[batch], seconds) for name, seconds in taken.items()}
 
 
 def measure() -> list[Result]:
     hyper = hyperparameters()
-    masked = Ours(hyper).model.eval()
-    causal = Ours(hyperparameters("autoregressive")).model.eval()
-    theirs_model: Any = hugging_face(hyper).model.eval()
-    theirs_model.generation_config = GenerationConfig(
+    theirs: Any = hugging_face(hyper).model.eval()
+    theirs.generation_config = GenerationConfig(
         decoder_start_token_id=BOS,
         pad_token_id=PAD,
         eos_token_id=EOS,
@@ -28,51 +60,34 @@ def measure() -> list[Result]:
         do_sample=False,
         num_beams=1,
     )
-    generator = torch.Generator().manual_seed(0)
-    images_MCHW = torch.randn(IMAGES, 3, hyper.image_size, hyper.image_size, generator=generator)
-    lengths: dict[str, torch.Tensor] = {}
+    models = {
+        "confidence": Ours(hyper).model.eval(),
+        "autoregressive": Ours(hyperparameters("autoregressive")).model.eval(),
+        "theirs": theirs,
+    }
+    one, many = (_time(batch, models) for batch in BATCHES)
 
-    def write(name: str, model: torch.nn.Module, steps: int | None) -> None:
-        assert isinstance(model, Captioner)
-        with torch.no_grad():
-            made = generate(model, model.config, model.encode(images_MCHW), LENGTH, steps=steps)
-        lengths[name] = (made.tokens_ML != model.config.vocabulary.pad_id).sum(1)
+    def result(figures: dict[str, list[float]], side: str, work: str, aim: float | None, compared: str) -> Result:
+        against = "Hugging Face `generate`, greedy, `VisionEncoderDecoderModel`"
+        return Result("captions", work, against, "captions/s", figures[side], figures["theirs"], aim, compared=compared)
 
-    def theirs() -> None:
-        with torch.no_grad():
-            made = theirs_model.generate(pixel_values=images_MCHW)
-        lengths["theirs"] = torch.full((IMAGES,), made.shape[1] - 1)  # without the first, which is given
-
-    steps = -(-(LENGTH - 1) // AT_ONCE)
-    taken = in_turn(
-        {
-            "confidence": lambda: write("confidence", masked, steps),
-            "autoregressive": lambda: write("autoregressive", causal, None),
-            "theirs": theirs,
-        },
-        ROUNDS,
-    )
-    assert all((each == LENGTH).all() for each in lengths.values()), f"captions of other lengths: {lengths}"
-
-    def result(side: str, work: str, aim: float, compared: str) -> Result:
-        return Result(
-            "captions",
-            work,
-            "Hugging Face `generate`, greedy, `VisionEncoderDecoderModel`",
-            "captions/s",
-            rates(IMAGES, taken[side]),
-            rates(IMAGES, taken["theirs"]),
-            aim=aim,
-            compared=compared,
-        )
-
+    model = "ViT-B/32 + 6 layers"
     return [
         result(
+            one,
             "confidence",
-            f"captions of {LENGTH} tokens, {AT_ONCE} unmasked at a time, ViT-B/32 + 6 layers, batch {IMAGES}",
+            f"a picture at a time: captions of {LENGTH} tokens, {AT_ONCE} unmasked at a time, {model}",
             2.0,
-            f"{steps} passes of the decoder over all places, against {LENGTH} passes of one place each with a cache; "
+            f"{STEPS} passes of the decoder over all places, against {LENGTH} passes of one place each with a cache; "
             "encoding included, random weights",
         ),
-        result("autoregressive", "the same, left to right with a cache", 1.0, "the same work as theirs"),
+        result(one, "autoregressive", "the same, left to right with a cache", 1.0, "the same work as theirs"),
+        result(
+            many,
+            "confidence",
+            f"{max(BATCHES)} pictures at a time, {AT_ONCE} tokens unmasked at a time",
+            None,
+            f"with many pictures the operations count, not the passes, and the decoder's are {STEPS} times theirs",
+        ),
+        result(many, "autoregressive", "the same, left to right with a cache", 1.0, "the same work as theirs"),
     ]
