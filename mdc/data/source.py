@@ -99,12 +99,6 @@ def answering(place: str) -> Iterator[None]:
         ) from error
 
 
-def check_there(place: str) -> None:
-    """Raise UserError where nothing is at an address, with what would make it."""
-    with answering(place):
-        expand(place)
-
-
 def root_of(place: str) -> str:
     """The folder that a file, a folder or a pattern lies in; of a folder, itself."""
     fs, path = open_place(place)

@@ -12,7 +12,7 @@ import pytest
 
 from mdc.config import DownloadParams
 from mdc.data.plan import write_plan
-from mdc.data.source import Record, check_columns, check_places, check_there, list_files, read_records
+from mdc.data.source import Record, check_columns, check_places, list_files, read_records
 from mdc.errors import UserError
 
 WORDS = ["NA", "null", "None", "nan", "", "   ", "N/A"]
@@ -294,8 +294,6 @@ def test_an_address_that_does_not_answer_is_told(tmp_path: Path, kind: Literal["
         place = f"http://127.0.0.1:{free.getsockname()[1]}/list.csv"
     with pytest.raises(UserError, match=rf"{place} cannot be read: .*; mend the address"):
         write_plan(params(place, kind=kind), tmp_path / "work")
-    with pytest.raises(UserError, match="cannot be read"):
-        check_there(place)
     assert not (tmp_path / "work").exists()
 
 
