@@ -34,6 +34,7 @@ PATIENCE_S = 300.0  # for everything still unsent when a run ends; a call that f
 START_PATIENCE_S = 30.0  # for the first answer where tracking is required
 LONGEST_PAUSE_S = 30.0  # between attempts while the server is down
 LONGEST_VALUE = 500  # characters of a parameter; MLflow itself cuts longer ones without a word
+GOING_ON, NEEDED = "the work goes on", "tracking.required is true, so it is needed"
 BATCH = 100  # parameters or tags in one request, MLflow's limit
 HTTP_TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 HTTP_LIMITS = {HTTP_TIMEOUT: "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}  # MLflow's own hold a call for minutes
@@ -90,10 +91,10 @@ class _Call:
 class Sender(threading.Thread):
     """Makes calls one after the other on a thread of its own, and again while the server does not answer."""
 
-    def __init__(self, place: str) -> None:
-        """place: the server, for messages."""
+    def __init__(self, place: str, meanwhile: str = GOING_ON) -> None:
+        """place: the server, for messages. meanwhile: what is told to happen while it does not answer."""
         super().__init__(name="tracking", daemon=True)
-        self.place = place
+        self.place, self.meanwhile = place, meanwhile
         self.calls: deque[_Call] = deque()
         self.changed = threading.Condition()
         self.closing = False
@@ -121,7 +122,7 @@ class Sender(threading.Thread):
                     self.down, pause_s = False, 1.0
                     continue
                 if not self.down:
-                    log.warning("no answer from tracking server %s (%s); the work goes on", self.place, problem)
+                    log.warning("no answer from tracking server %s (%s); %s", self.place, problem, self.meanwhile)
                 self.down = True
                 if self.closing:
                     return
@@ -247,15 +248,17 @@ class Tracker:
         self.sent_until = -1  # images seen at the newest metrics that the run already holds
         self.token = uuid.uuid4().hex  # by which a run is found again whose making was not answered
         self.delivered: tuple[Path, str] | None = None
-        self.sender = Sender(params.tracking.uri)
+        self.sender = Sender(params.tracking.uri, NEEDED if params.tracking.required else GOING_ON)
         self.ready = threading.Event()
         self.sender.put(self._open, what="start")
         self.sender.start()
-        if params.tracking.required and not self.ready.wait(START_PATIENCE_S):
-            raise UserError(
-                f"tracking.uri {params.tracking.uri!r} gives no answer within {START_PATIENCE_S:.0f} s and "
-                "tracking.required is true; start the server, or set tracking.required: false"
-            )
+        if params.tracking.required:
+            if not self.ready.wait(START_PATIENCE_S):
+                raise UserError(
+                    f"tracking.uri {params.tracking.uri!r} gives no answer within {START_PATIENCE_S:.0f} s and "
+                    "tracking.required is true; start the server, or set tracking.required: false"
+                )
+            self.sender.meanwhile = GOING_ON
 
     def _open(self) -> None:
         """Take up the run, or make one, and describe it. Repeated from its beginning if the server fails half-way."""
@@ -406,15 +409,15 @@ def _add_to_run(tracking: TrackingParams, fingerprint: str, add: Callable[["Mlfl
     sender.close(PATIENCE_S)
 
 
-def log_evaluation(params: Params, fingerprint: str, metrics: Json, step: int) -> None:
+def log_evaluation(params: Params, fingerprint: str, metrics: Json, step: int, layer: int | None = None) -> None:
     """Add scores to the run that made a model.
 
     metrics: numbers, nested by name as in `metrics.json`; they are logged as `probe/model/accuracy`. step: images seen
-    by the model.
+    by the model. layer: the block of the encoder whose features were read, None for the last.
     """
 
     def add(client: "MlflowClient", run_id: str) -> None:
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric, RunTag
 
         when = round(time.time() * 1000)
         flat = {name.replace(".", "/"): value for name, value in flatten(metrics).items()}
@@ -423,7 +426,8 @@ def log_evaluation(params: Params, fingerprint: str, metrics: Json, step: int) -
             for name, value in flat.items()
             if not isinstance(value, Mapping)  # an empty part
         ]
-        client.log_batch(run_id, metrics=points)
+        block = RunTag("mdc.layer", "last" if layer is None else str(layer))
+        client.log_batch(run_id, metrics=points, tags=[block])
 
     _add_to_run(params.tracking, fingerprint, add)
 
@@ -458,15 +462,15 @@ class Group:
         self.run_id = ""
         if not tracking.uri:
             return
-        self._send(self._open, START_PATIENCE_S, what="start")
+        self._send(self._open, START_PATIENCE_S, NEEDED if tracking.required else GOING_ON, what="start")
         if tracking.required and not self.run_id:
             raise UserError(
                 f"tracking.uri {tracking.uri!r} gives no answer and tracking.required is true; start the server, or "
                 "set tracking.required: false"
             )
 
-    def _send(self, send: Callable[[], None], patience_s: float, **record: Any) -> None:
-        sender = Sender(self.tracking.uri)
+    def _send(self, send: Callable[[], None], patience_s: float, meanwhile: str = GOING_ON, **record: Any) -> None:
+        sender = Sender(self.tracking.uri, meanwhile)
         sender.put(send, **record)
         sender.start()
         sender.close(patience_s)

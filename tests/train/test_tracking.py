@@ -20,6 +20,7 @@ from mlflow.entities import Run
 from mdc.config import Params
 from mdc.errors import UserError
 from mdc.files import read_json
+from mdc.processes import tied
 from mdc.train import checkpoint, tracking
 from mdc.train.trainer import Trainer, train
 from mdc.train.work import work_folder
@@ -223,12 +224,19 @@ def test_a_dead_server_costs_telemetry_and_seconds(
 
 
 def test_a_required_server_must_answer_before_the_first_step(
-    tmp_path: Path, shards: Path, small_params: MakeParams, closed_port: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    shards: Path,
+    small_params: MakeParams,
+    closed_port: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tracking, "START_PATIENCE_S", 3.0)
     params = small_params(tracking={"uri": f"http://127.0.0.1:{closed_port}", "required": True})
     with pytest.raises(UserError, match=r"tracking\.uri .* gives no answer"):
         train(params, shards, tmp_path / "model", tmp_path / "runs")
+    assert "tracking.required is true, so it is needed" in caplog.text
+    assert "the work goes on" not in caplog.text
 
 
 def test_a_restart_tells_what_the_server_has_missed(
@@ -337,6 +345,7 @@ def test_what_a_server_misses_is_sent_when_it_is_back(
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(closed_port)]
     command += ["--backend-store-uri", database, "--workers", "1"]
     command += ["--artifacts-destination", str(tmp_path / "artifacts")]
+    command = tied(command)  # it ends with the tests, however they end
     servers: list[subprocess.Popen[bytes]] = []
 
     def start() -> None:
