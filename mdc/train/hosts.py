@@ -4,6 +4,7 @@ It outlives the tries of a training. torchrun's rendezvous of each try lives in 
 have in common and which tries have failed. If its host is lost, the others wait for it to come back with a new one.
 """
 
+import ipaddress
 import json
 import logging
 import socket
@@ -74,7 +75,15 @@ class MeetingPlace:
                     f"{socket.gethostname()} cannot join the hosts at {self.endpoint}: {name} is {common[name]} here "
                     f"and {value} there; {HINTS.get(name, f'set compute.{name} alike on all hosts')}"
                 )
+        self.store.append(f"came-{number}", f"{socket.gethostname()} ({self.address})\n")
         return number
+
+    def came(self, number: int) -> list[str]:
+        """The hosts that have come for a try which this one has entered; none where the store is lost."""
+        try:
+            return sorted(set(self.store.get(f"came-{number}").decode().splitlines()))
+        except DistError:
+            return []
 
     def _connect(self) -> None:
         address = str(socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][4][0])
@@ -82,8 +91,8 @@ class MeetingPlace:
             self.own = self._open()
         with socket.create_connection((address, self.port), timeout=ANSWER_S) as probe:
             self.address = str(probe.getsockname()[0])
-        if self.own is not None and self.address.startswith("127."):  # a host's name for itself alone
-            self.address = next((other for other in interfaces() if not other.startswith("127.")), self.address)
+        if self.own is not None and not _is_seen(self.address):  # a host's name for itself alone
+            self.address = next(filter(_is_seen, interfaces()), self.address)
         self.store = _client(address, self.port)
 
     def _open(self) -> TCPStore:
@@ -135,6 +144,12 @@ def _client(address: str, port: int) -> TCPStore:
     if isinstance(made[0], DistError):
         raise made[0]
     return made[0]
+
+
+def _is_seen(address: str) -> bool:
+    """Whether other hosts may reach an address: it is not the loopback, or one that holds on one cable alone."""
+    parsed = ipaddress.ip_address(address)
+    return not (parsed.is_loopback or parsed.is_link_local)
 
 
 def interfaces() -> dict[str, str]:

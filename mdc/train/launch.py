@@ -114,6 +114,8 @@ def _try(params: Params, work: Path, command: Sequence[str], place: MeetingPlace
     number, options = 0, ["--standalone"]
     if place is not None:
         number = place.enter(in_common(params, work))
+        if params.compute.launcher == "hosts" and place.own is not None and not number:
+            log.warning("waiting for the other hosts, %d in all: run `mdc worker` there", params.compute.hosts)
         if place.interface:  # gloo would take the one that this host's name stands for, often the loopback
             os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
         options = ["--nnodes", str(params.compute.hosts), "--rdzv-backend", "c10d", "--rdzv-endpoint", place.endpoint]
@@ -129,10 +131,7 @@ def _try(params: Params, work: Path, command: Sequence[str], place: MeetingPlace
         cause = _cause(error, work / FAILURE, params.compute.rank_timeout)
     except RendezvousTimeoutError:
         _close_tracking(params, work, "FAILED")
-        raise TrainingFailed(
-            f"fewer than compute.hosts = {params.compute.hosts} hosts have met within compute.rendezvous_timeout = "
-            f"{params.compute.rendezvous_timeout:g} s; the output on each of them says more"
-        ) from None
+        raise TrainingFailed(_too_few(params, place, number)) from None
     except (RendezvousError, DistError) as error:
         cause = (MeetingLost if place is not None else TrainingFailed)(
             f"the meeting of the hosts broke off ({type(error).__name__}: {str(error).splitlines()[0]})"
@@ -200,6 +199,18 @@ def _cause(error: ChildFailedError, failure: Path, rank_timeout: float) -> Excep
     if first.exitcode == 128 + signal.SIGTERM:
         return TrainingFailed("the ranks were told to end, here or on another host, and have saved a checkpoint")
     return TrainingFailed(f"rank {rank} (process {first.pid}) ended with exit code {first.exitcode}: {first.message}")
+
+
+def _too_few(params: Params, place: MeetingPlace | None, number: int) -> str:
+    """Why a try did not begin, with those hosts that this one has seen come."""
+    compute, came = params.compute, place.came(number) if place is not None else []
+    few = f"{len(came)} of" if 0 < len(came) < compute.hosts else "fewer than"
+    by_hand = "run `mdc worker` on each of the others in that time; " if compute.launcher == "hosts" else ""
+    return (
+        f"{few} compute.hosts = {compute.hosts} hosts have met within compute.rendezvous_timeout = "
+        f"{compute.rendezvous_timeout:g} s{': ' * bool(came)}{', '.join(came)}; {by_hand}the output on each of them "
+        "says more"
+    )
 
 
 def _close_tracking(params: Params, work: Path, status: str) -> None:

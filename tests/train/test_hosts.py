@@ -96,6 +96,46 @@ def test_a_host_that_comes_late_is_found(caplog: pytest.LogCaptureFixture) -> No
     assert not entering.is_alive()
 
 
+def test_hosts_that_do_not_come_are_told_with_what_to_run_there(
+    tmp_path: Path, shards: Path, small_params: MakeParams, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    compute = {"launcher": "hosts", "hosts": 2, "endpoint": endpoint, "rendezvous_timeout": 3.0, "rank_timeout": 1.0}
+    with pytest.raises(TrainingFailed) as caught:
+        launch.pretrain(small_params(compute=compute), shards, tmp_path / "model", tmp_path / "runs")
+    told = str(caught.value)
+    assert told.startswith("1 of compute.hosts = 2 hosts have met within compute.rendezvous_timeout = 3 s: ")
+    assert f"{socket.gethostname()} (" in told
+    assert "run `mdc worker` on each of the others" in told
+    assert "waiting for the other hosts, 2 in all: run `mdc worker` there" in caplog.text
+
+
+def test_a_host_that_comes_twice_is_one() -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    first, again = MeetingPlace(endpoint, 10), MeetingPlace(endpoint, 10)
+    for place in (first, again):
+        place.enter({})
+        again._open = lambda: first.own  # type: ignore[assignment,method-assign,return-value] -- there is one store
+    assert first.came(0) == again.came(0)
+    assert len(first.came(0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("addresses", "taken"),
+    [
+        ({"127.0.0.1": "lo", "::1": "lo", "fe80::1": "eth0", "10.0.0.5": "eth0"}, "10.0.0.5"),
+        ({"127.0.0.1": "lo", "::1": "lo"}, "127.0.0.1"),
+    ],
+)
+def test_the_first_host_is_named_by_an_address_that_others_reach(
+    addresses: dict[str, str], taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "interfaces", lambda: addresses)
+    place = MeetingPlace(f"127.0.0.1:{free_port()}", 10)
+    place.enter({})
+    assert place.address == taken
+
+
 # -- hosts of network namespaces --------------------------------------------------------------------------------------
 
 
