@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mdc.config import STAGES, Params
 from mdc.errors import UserError
-from mdc.files import MANIFEST, read_json, sha256
+from mdc.files import MANIFEST, read_manifest, sha256
 
 PACKAGES = ("torch", "timm", "transformers", "tokenizers", "img2dataset", "webdataset", "faiss-cpu", "mlflow", "dvc")
 PORTS = {"PREFECT_PORT": 4200, "MLFLOW_PORT": 5000}
@@ -97,7 +97,10 @@ def _output(stage: str, folder: Path) -> Finding:
         return Finding(True, f"{stage}: not made yet")
     if not (folder / MANIFEST).is_file():
         return Finding(False, f"{stage}: {folder} has no {MANIFEST}; run `mdc stage {stage}`")
-    files = read_json(folder / MANIFEST)["files"]
+    try:
+        files = read_manifest(folder, made_by=stage)["files"]
+    except UserError as error:
+        return Finding(False, f"{stage}: {error}")
     lost = [name for name in files if not (folder / name).is_file()]
     changed = [name for name, is_ in files.items() if name not in lost and sha256(folder / name) != is_["sha256"]]
     if lost or changed:

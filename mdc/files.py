@@ -145,3 +145,15 @@ def read_manifest(folder: Path, made_by: str) -> dict[str, Any]:
         return read_json(path)
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); remove {folder} and run `mdc stage {made_by}`") from None
+
+
+def read_whole(
+    folder: Path, made_by: str, read_up_to: float = READ_UP_TO, unread: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """As `read_manifest`, of a folder whose files are as they were written (see `damage`), or an error that says so."""
+    manifest = read_manifest(folder, made_by)
+    if problem := damage(folder, read_up_to, unread):
+        raise UserError(
+            f"{folder} is damaged: {problem}; bring it back with `dvc checkout`, or run `mdc stage {made_by}`"
+        )
+    return manifest

@@ -14,7 +14,7 @@ from typing import Any
 from mdc.config import STAGES as NAMES
 from mdc.config import Params, PathParams, choose
 from mdc.errors import UserError
-from mdc.files import MANIFEST, damage, fingerprint, read_json, read_manifest
+from mdc.files import MANIFEST, fingerprint, read_json, read_manifest, read_whole
 from mdc.processes import end_children, only_writer, raise_on_sigterm
 
 LOCK_PATIENCE_S = 5.0
@@ -126,12 +126,7 @@ def _check_inputs(stage: Stage, params: Params, at: Folders) -> None:
     """Raise UserError where a folder that the stage reads is missing or is not as it was written."""
     unread = stage.unread if params.compute.preflight else ()  # nothing large is read twice
     for name in stage.reads:
-        folder = STAGES[name].output(at)
-        read_manifest(folder, made_by=name)
-        if problem := damage(folder, unread=unread):
-            raise UserError(
-                f"{folder} is damaged: {problem}; bring it back with `dvc checkout`, or run `mdc stage {name}`"
-            )
+        read_whole(STAGES[name].output(at), made_by=name, unread=unread)
 
 
 def check_output(output: Path) -> None:
@@ -178,7 +173,7 @@ def run_stage(name: str, params: Params) -> Path:
     at = Folders.of(params.paths)
     output = stage.output(at)
     _make(at.runs)
-    with raise_on_sigterm(), only_writer(at.runs / f"{name}.lock", str(output), LOCK_PATIENCE_S):
+    with raise_on_sigterm(), only_writer(at.runs / f"{name}.lock", str(output.absolute()), LOCK_PATIENCE_S):
         check_output(output)
         _check_inputs(stage, params, at)
         with _place(output.parent):

@@ -50,7 +50,10 @@ def read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     if not path.is_file():
         raise UserError(f"{path} is not there; run `mdc stage shard`")
-    index = read_json(path)
+    try:
+        index: dict[str, Any] = read_json(path)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); run `mdc stage shard` again") from None
     if index.get("format") != FORMAT:
         raise UserError(f"{path} has format {index.get('format')!r}, not {FORMAT!r}; run `mdc stage shard` again")
     return index

@@ -8,9 +8,9 @@ from typing import Any
 import duckdb
 import pyarrow.parquet as pq
 
+from mdc.data.shards import read_index
 from mdc.data.tables import DUPLICATES, database, one_row, parquet
-from mdc.errors import UserError
-from mdc.files import MANIFEST, read_json
+from mdc.files import MANIFEST, read_json, read_whole
 
 HOSTS = 15  # at most, listed
 SHARES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)  # quantiles
@@ -53,13 +53,14 @@ def _quantiles(db: duckdb.DuckDBPyConnection, value: str) -> list[float]:
 
 
 def read_stats(downloaded: Path, captions: Path, shards: Path) -> Stats:
-    """Read what the stages left. Raises UserError where nothing was downloaded."""
-    if not (downloaded / MANIFEST).is_file():
-        raise UserError(f"{downloaded / MANIFEST} is not there; run `mdc stage download`")
-    index = read_json(shards / "index.json") if (shards / MANIFEST).is_file() else {"splits": {}}
+    """Read what the stages left. Raises UserError where nothing was downloaded, and where files are not whole."""
+    stages = {"download": downloaded, "caption": captions, "shard": shards}
+    captioned, packed = ((folder / MANIFEST).is_file() for folder in (captions, shards))
+    there = [stage for stage, is_there in zip(stages, (True, captioned, packed), strict=True) if is_there]
+    manifests = {stage: read_whole(stages[stage], made_by=stage, read_up_to=0) for stage in there}
+    index = read_index(shards) if packed else {"splits": {}}
     records = [record for some in index["splits"].values() for record in some]
-    captioned = (captions / MANIFEST).is_file()
-    counts = read_json(captions / MANIFEST)["counts"] if captioned else {}
+    counts = manifests["caption"]["counts"] if captioned else {}
     with TemporaryDirectory() as scratch, database(Path(scratch)) as db:
         db.execute(f"CREATE TEMP VIEW listed AS SELECT * FROM {parquet(downloaded)}")
         if captioned:

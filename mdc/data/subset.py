@@ -32,8 +32,11 @@ def write_subset(shards: Path, pairs: int, output: Path) -> dict[str, int]:
 
     Chosen are the pairs whose uids have the smallest hashes, those that `pretrain.data_share` takes: a smaller subset
     lies within every larger one. The folder names the tars of `shards`, which must stay where they are.
-    Raises UserError if there are fewer training pairs.
+    Raises UserError if there are fewer training pairs, and for an output that would replace or change `shards`.
     """
+    source, target = shards.resolve(), output.resolve()
+    if source.is_relative_to(target) or target.is_relative_to(source):
+        raise UserError(f"{output} is {shards}, lies in it or holds it; give another folder, as data-5m/shards")
     index, columns = read_index(shards), Columns(shards / COLUMNS)
     total = sum(record["samples"] for record in index["splits"]["train"])
     if not 0 < pairs <= total:

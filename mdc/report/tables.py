@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
-from mdc.files import read_json, read_manifest
+from mdc.files import read_json, read_whole
 
 ALL = "all fair pairs"
 FOIL_TRAINED = "(foil trained on)"  # ends the names of rules whose pairs are not fair
@@ -88,8 +88,9 @@ def probe_table(probe: Mapping[str, Any], metrics: Mapping[str, Any]) -> Table:
                 *(Cell(percent(by_k[str(k)]["balanced_accuracy"]) if str(k) in by_k else "–") for k in ks),
             )
         )
+    block = "" if probe.get("layer") is None else f" of block {probe['layer']} of the encoder"
     return Table(
-        caption=f"Test accuracy in %, reading {probe['label']} off frozen features. k-NN: balanced accuracy.",
+        caption=f"Test accuracy in %, reading {probe['label']} off frozen features{block}. k-NN: balanced accuracy.",
         columns=("Features", "Probe, balanced", "Probe, plain", *(f"{k}-NN" for k in ks)),
         rows=tuple(rows),
         strong=frozenset(i for i, row in enumerate(probe["rows"]) if row["features"] == "model"),
@@ -216,9 +217,9 @@ def retrieval_table(metrics: Mapping[str, Any]) -> Table:
 def terminal_tables(evaluation: Path) -> list[TerminalTable]:
     """The results as tables for the terminal, every number beside its floor or control.
 
-    evaluation: the folder that the stage of that name wrote. Raises UserError where it has not.
+    evaluation: the folder that the stage of that name wrote. Raises UserError where it has not, or files are damaged.
     """
-    read_manifest(evaluation, made_by="evaluate")
+    read_whole(evaluation, made_by="evaluate")
     metrics = read_json(evaluation / "metrics.json")
     probe, compositional, captions = (
         read_json(evaluation / f"{name}.json") for name in ("probe", "compositional", "captions")

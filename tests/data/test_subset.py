@@ -93,3 +93,26 @@ def test_statistics_add_up(tmp_path: Path, shards: Callable[..., Path]) -> None:
     assert (before.statuses, before.reasons, before.shards) == (stats.statuses, {}, 0)
     with pytest.raises(UserError, match="mdc stage download"):
         read_stats(tmp_path / "none", tmp_path / "none", tmp_path / "none")
+
+
+def test_files_that_are_not_whole_are_named_with_what_makes_them(folder: Path, tmp_path: Path) -> None:
+    places = (tmp_path / "downloaded", tmp_path / "captions", folder)
+    index, part = folder / "index.json", tmp_path / "captions" / "00000.parquet"
+    part.write_bytes(part.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"captions is damaged: 00000\.parquet has 100 bytes.* `mdc stage caption`"):
+        read_stats(*places)
+    (tmp_path / "captions" / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"captions/manifest\.json is damaged.* `mdc stage caption`"):
+        read_stats(*places)
+    index.write_text("{")
+    with pytest.raises(UserError, match=r"index\.json is damaged .* run `mdc stage shard` again"):
+        write_subset(folder, 5, tmp_path / "small")
+
+
+@pytest.mark.parametrize("place", ["shards", "shards/small", ".", "link"])
+def test_a_subset_never_replaces_the_shards(folder: Path, tmp_path: Path, place: str) -> None:
+    (tmp_path / "link").symlink_to(folder)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with pytest.raises(UserError, match="give another folder"):
+        write_subset(folder, 5, tmp_path / place)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before

@@ -8,7 +8,7 @@ from rich.console import Console
 from scipy import stats
 
 from mdc.errors import UserError
-from mdc.files import read_json, write_json
+from mdc.files import read_json, write_json, write_manifest
 from mdc.report.tables import class_table, compositional_table, terminal_tables, wilson
 
 
@@ -64,6 +64,7 @@ def test_names_are_not_read_as_markup(make_world) -> None:
     run = make_world()
     rules = run.evaluation("compositional")["rules"]
     run.change("compositional", rules=[{**rules[0], "rule": "[red]colour[/red]"}])
+    write_manifest(run["evaluation"], {}, {})
     assert "[red]colour[/red]" in shown(run["evaluation"])
 
 
@@ -74,6 +75,7 @@ def test_a_missing_part_has_no_table(make_world) -> None:
     metrics = read_json(run["evaluation"] / "metrics.json")
     del metrics["retrieval"]
     write_json(run["evaluation"] / "metrics.json", metrics)
+    write_manifest(run["evaluation"], {}, {})
     (table,) = terminal_tables(run["evaluation"])
     assert str(table.title).startswith("Captions that outscore")
 
@@ -81,6 +83,14 @@ def test_a_missing_part_has_no_table(make_world) -> None:
 def test_results_of_an_unfinished_evaluation_name_the_stage(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="mdc stage evaluate"):
         terminal_tables(tmp_path / "evaluation")
+
+
+def test_results_that_are_damaged_name_the_file_and_the_stage(make_world) -> None:
+    folder = make_world()["evaluation"]
+    write_manifest(folder, {}, {})
+    (folder / "metrics.json").write_text("{")
+    with pytest.raises(UserError, match=r"evaluation is damaged: metrics\.json has 1 bytes.* `mdc stage evaluate`"):
+        terminal_tables(folder)
 
 
 def test_classes_are_listed_with_their_recalls_and_many_are_summed_up() -> None:
