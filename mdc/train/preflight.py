@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import psutil
 import torch
@@ -43,6 +44,7 @@ COUNTED_ROWS = 4  # images whose operations are counted
 COUNTED_ON = 0.8
 
 Check = Callable[[], str]
+T = TypeVar("T")
 
 
 def size(count: float) -> str:
@@ -245,7 +247,7 @@ class Ready:
 
     def needed(self) -> "Need":
         """Measured with one image and with two; gradients and two moments of each weight come to it."""
-        one, two = (self._kept(rows) for rows in (1, 2))
+        one, two = (self._kept(rows) + self._recomputed(rows) for rows in (1, 2))
         own = [strategy.own(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
         weights = sum(tensor.numel() * tensor.element_size() for tensor in own)
         has = sum(
@@ -258,6 +260,32 @@ class Ready:
 
     def _kept(self, rows: int) -> int:
         """Bytes that a forward pass keeps for the backward pass, weights apart."""
+        with self._dry():
+            loss, kept = self._saved(lambda: self._loss(rows, self.longest))
+            loss.backward()
+        self._forget()
+        return kept
+
+    def _recomputed(self, rows: int) -> int:
+        """Bytes that the largest layer keeps while the backward pass computes it again; 0 where none is."""
+        if not self.params.compute.activation_checkpointing:
+            return 0
+        sizes = []
+
+        def measure(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            with torch.enable_grad():
+                sizes.append(self._saved(lambda: cast(Callable[..., Any], layer.keeping)(*args, **options))[1])
+
+        hooks = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in strategy.layers(self.model)]
+        with self._dry(), torch.no_grad():
+            self._loss(rows, self.longest)
+        for hook in hooks:
+            hook.remove()
+        strategy.reshard(self.model)
+        return max(sizes)
+
+    def _saved(self, action: Callable[[], T]) -> tuple[T, int]:
+        """What `action` returns, and the bytes that it keeps for its backward pass, weights apart."""
         weights = {strategy.own(parameter).untyped_storage().data_ptr() for parameter in self.model.parameters()}
         kept: dict[int, int] = {}
 
@@ -267,12 +295,9 @@ class Ready:
                 kept[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        with self._dry():
-            with saved_tensors_hooks(keep, lambda tensor: tensor):
-                loss = self._loss(rows, self.longest)
-            loss.backward()
-        self._forget()
-        return sum(kept.values())
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            result = action()
+        return result, sum(kept.values())
 
     def _whole(self, need: "Need", free: int) -> int:
         """Bytes that a whole micro-batch and the optimiser take on a GPU. Raises UserError where they do not fit."""

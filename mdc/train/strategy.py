@@ -22,7 +22,7 @@ from mdc import dist
 from mdc.config import ComputeParams
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def layers(model: nn.Module) -> list[nn.Module]:
     return cast(Callable[[], list[nn.Module]], model.blocks)()
 
 
@@ -30,10 +30,11 @@ def prepare_layers(model: nn.Module, compute: ComputeParams) -> None:
     """Make each layer forget its activations until the backward pass, and compile it, as `compute` says.
 
     Layer by layer, since equal layers are compiled once, and since compiled regions must not reach across the
-    exchanges of DDP and FSDP. Random draws of a layer are the same when it is computed again.
+    exchanges of DDP and FSDP. Random draws of a layer are the same when it is computed again. A layer's own forward
+    pass, which keeps its activations, becomes its `keeping`.
     """
-    for layer in _layers(model):
-        forward = layer.forward
+    for layer in layers(model):
+        forward = layer.keeping = layer.forward
         if compute.activation_checkpointing:
             forward = partial(checkpoint, forward, use_reentrant=False)
         if compute.compile:
@@ -60,7 +61,7 @@ def spread(model: nn.Module, strategy: str, device: torch.device, bf16: bool) ->
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    for layer in _layers(model):
+    for layer in layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=travel)
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     return model  # changed in place

@@ -18,7 +18,7 @@ from mdc.errors import UserError
 from mdc.files import read_json, sha256
 from mdc.objectives import OBJECTIVES
 from mdc.stages import STAGES, Folders, _check_inputs
-from mdc.train import checkpoint, launch, preflight
+from mdc.train import checkpoint, launch, preflight, strategy
 from mdc.train.optim import build_optimizer
 from mdc.train.preflight import Need, Place, Ready, look
 from mdc.train.trainer import train
@@ -54,6 +54,7 @@ def ready(tmp_path: Path, small_params: MakeParams, shards: Path) -> Callable[..
         vocabulary = CaptionTokenizer.load(str(shards / "tokenizer.json")).vocabulary
         config = ModelConfig(pretrain=params.pretrain, vocabulary=vocabulary, max_tokens=params.caption.max_tokens)
         model = checkpoint.initial_model(config, 0)
+        strategy.prepare_layers(model, params.compute)
         (tmp_path / "work").mkdir(exist_ok=True)
         return Ready(
             params=params,
@@ -209,6 +210,17 @@ def test_what_a_batch_keeps_follows_from_two_small_ones(ready: Callable[..., Rea
         parameter.grad = torch.zeros_like(parameter)
     some.optimizer.step()
     assert some.needed().remembered < 100 * len(some.optimizer.state), "what is remembered already is not needed again"
+
+
+def test_a_layer_that_is_computed_again_is_counted(ready: Callable[..., Ready]) -> None:
+    deep = {"batch_size": 32, "decoder_depth": 4}
+    plain, sparing = ready(**deep), ready(**deep, compute={"activation_checkpointing": True})
+    assert plain._recomputed(32) == 0
+    again, layers = sparing._recomputed(32), len(strategy.layers(sparing.model))
+    assert sparing._kept(32) < plain._kept(32) <= sparing._kept(32) + layers * again
+    weights = sum(parameter.nbytes for parameter in sparing.model.parameters())
+    assert sparing.needed().of(32) - 3 * weights == pytest.approx(sparing._kept(32) + again, rel=0.05)
+    assert sparing.needed().of(32) < plain.needed().of(32)
 
 
 def test_need_grows_with_images() -> None:
