@@ -86,6 +86,7 @@ def git_commit() -> str:
 class _Call:
     send: Callable[[], None]
     record: Json  # what is lost, readable, if it is never sent
+    essential: bool = False  # whether no later call makes sense without it
 
 
 class Sender(threading.Thread):
@@ -99,10 +100,11 @@ class Sender(threading.Thread):
         self.changed = threading.Condition()
         self.closing = False
         self.down = False
+        self.refusal = ""  # why the server has not taken an essential call, on which the thread ends
 
-    def put(self, send: Callable[[], None], **record: Any) -> None:
+    def put(self, send: Callable[[], None], essential: bool = False, **record: Any) -> None:
         with self.changed:
-            self.calls.append(_Call(send, record))
+            self.calls.append(_Call(send, record, essential))
             self.changed.notify()
 
     def run(self) -> None:
@@ -114,6 +116,8 @@ class Sender(threading.Thread):
                     return
                 call = self.calls[0]
             problem = self._attempt(call)
+            if self.refusal:
+                return
             with self.changed:
                 if not problem:
                     self.calls.popleft()
@@ -139,7 +143,11 @@ class Sender(threading.Thread):
         except MlflowException as error:
             if error.get_http_status_code() >= 500:
                 return _first_line(error)
-            log.warning("tracking server %s refused %s: %s", self.place, dict(call.record), _first_line(error))
+            if call.essential:
+                self.refusal = _first_line(error)
+                log.warning("tracking server %s refused this run: %s; %s", self.place, self.refusal, self.meanwhile)
+            else:
+                log.warning("tracking server %s refused %s: %s", self.place, dict(call.record), _first_line(error))
         except (OSError, SQLAlchemyError) as error:
             return _first_line(error)
         return ""
@@ -250,15 +258,22 @@ class Tracker:
         self.delivered: tuple[Path, str] | None = None
         self.sender = Sender(params.tracking.uri, NEEDED if params.tracking.required else GOING_ON)
         self.ready = threading.Event()
-        self.sender.put(self._open, what="start")
+        self.sender.put(self._open, essential=True, what="start")
         self.sender.start()
         if params.tracking.required:
-            if not self.ready.wait(START_PATIENCE_S):
-                raise UserError(
-                    f"tracking.uri {params.tracking.uri!r} gives no answer within {START_PATIENCE_S:.0f} s and "
-                    "tracking.required is true; start the server, or set tracking.required: false"
-                )
+            self._await()
             self.sender.meanwhile = GOING_ON
+
+    def _await(self) -> None:
+        """Wait for the first answer."""
+        deadline = time.monotonic() + START_PATIENCE_S
+        while not self.ready.wait(0.1):
+            if self.sender.refusal or time.monotonic() > deadline:
+                what = f"refuses this run ({self.sender.refusal})" if self.sender.refusal else "gives no answer"
+                raise UserError(
+                    f"tracking.uri {self.params.tracking.uri!r} {what} and tracking.required is true; start the server "
+                    "or mend what it says, or set tracking.required: false"
+                )
 
     def _open(self) -> None:
         """Take up the run, or make one, and describe it. Repeated from its beginning if the server fails half-way."""

@@ -239,6 +239,32 @@ def test_a_required_server_must_answer_before_the_first_step(
     assert "the work goes on" not in caplog.text
 
 
+@pytest.mark.parametrize("required", [False, True])
+def test_a_server_that_refuses_the_run_is_told_once_and_nothing_is_lost(
+    tmp_path: Path,
+    shards: Path,
+    small_params: MakeParams,
+    database: str,
+    caplog: pytest.LogCaptureFixture,
+    required: bool,
+) -> None:
+    """The experiment was deleted."""
+    client = MlflowClient(database)
+    client.delete_experiment(client.create_experiment("mdc"))
+    params = small_params(tracking={"uri": database, "required": required})
+    if required:
+        with pytest.raises(UserError, match=r"refuses this run \(.*state is deleted.*tracking\.required is true"):
+            train(params, shards, tmp_path / "model", tmp_path / "runs")
+        return
+    train(params, shards, tmp_path / "model", tmp_path / "runs")
+    (warning,) = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert "must be in the 'active' state" in warning
+    assert warning.endswith("the work goes on")
+    unsent = (tmp_path / "runs" / f"unsent-{work_folder(params, shards, tmp_path).name}.jsonl").read_text()
+    rows = [json.loads(line) for line in unsent.splitlines()]
+    assert [row["step"] for row in rows if "metrics" in row] == list(range(8, 65, 8))
+
+
 def test_a_restart_tells_what_the_server_has_missed(
     tmp_path: Path,
     shards: Path,
