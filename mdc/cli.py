@@ -1,18 +1,33 @@
 """The `mdc` command. Nothing heavy is imported before a command needs it."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 
 from mdc.errors import Terminated, TrainingFailed, UserError
+from mdc.processes import on_ctrl_c
 
 if TYPE_CHECKING:
     from mdc.api import Captioner
 
+
+class _Commands(typer.core.TyperGroup):
+    """Ctrl-C ends a command with exit code 130 and no traceback; Typer's own is 1."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(128 + signal.SIGINT) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Visual features from captions: masked diffusion captioning and its rivals.",
     no_args_is_help=True,
     add_completion=False,
@@ -520,10 +535,13 @@ def data_fetch(params: ParamsFile = Path("params.yaml")) -> None:
 def main() -> None:
     """Entry point: a user's mistake is one clear message and exit code 2, a failed training one and 1: no traceback."""
     try:
+        on_ctrl_c(signal.default_int_handler)  # see `mdc.start`
         app()
     except (UserError, TrainingFailed) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2 if isinstance(error, UserError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -498,10 +498,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} does not exist; run this in the project's folder, or name the file (mdc ... --params FILE)"
         ) from None
+    except OSError as error:  # a folder, or no right to read
+        raise UserError(f"{path} cannot be read: {error.strerror}; name a file with parameters") from None
     except (YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
-    if tree is None:
-        return {}
+    if tree is None:  # cut off, or the wrong file: nobody means all defaults by it
+        raise UserError(f"{path} is empty; give it sections such as `pretrain:`, or {{}} where every default is meant")
     if not isinstance(tree, dict):
         raise UserError(f"{path} must hold sections such as `pretrain:`, got {type(tree).__name__}")
     return tree
@@ -671,7 +673,7 @@ def change_params(path: str | Path, changes: Mapping[str, Any]) -> list[str]:
     yaml.preserve_quotes = True
     yaml.indent(mapping=2, sequence=4, offset=2)
     yaml.width = 1000  # columns: no line is broken
-    tree = yaml.load(path.read_text(encoding="utf-8")) or {}
+    tree = yaml.load(path.read_text(encoding="utf-8"))
     lines = []
     for keys, value in _leaves(changes):
         section = tree

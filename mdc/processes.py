@@ -17,9 +17,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -75,6 +76,35 @@ def raise_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def on_ctrl_c(act: Any) -> None:
+    """Have Ctrl-C do that, unless this process was started deaf to it, as a script does in the background.
+
+    act: a handler of signals, or one of those that the module `signal` names.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, act)
+
+
+def end_on_ctrl_c() -> None:
+    """Have Ctrl-C end this process at once and without a traceback, for the seconds in which libraries are loaded."""
+    on_ctrl_c(lambda *_: os._exit(128 + signal.SIGINT))
+
+
+@contextmanager
+def deaf_children() -> Iterator[None]:
+    """Processes that are started meanwhile do not hear Ctrl-C, which a terminal sends to all.
+
+    It is for the process that started them to end them: one that still starts would die with a traceback, and a server
+    would be gone while its users still need it.
+    """
+    resource_tracker.ensure_running()  # which would be started with the first of them, and let Ctrl-C through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _reap(processes: list[psutil.Process], grace_s: float) -> None:
@@ -135,6 +165,7 @@ def end_below(leader: subprocess.Popen[bytes], grace_s: float) -> None:
 def only_writer(lock: Path, what: str, patience_s: float) -> Iterator[None]:
     """Hold `lock` while writing `what`; a second writer gets a UserError that names the first one's process.
 
+    what: the same for two writers only where they write the same, so an absolute path.
     patience_s: seconds to wait, since the stage of a `dvc repro` that was killed needs a moment to end.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
@@ -147,15 +178,25 @@ def only_writer(lock: Path, what: str, patience_s: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     file.seek(0)
-                    raise UserError(
-                        f"{what} is being written by process {file.read().strip() or '?'} (lock {lock}); "
-                        "wait for it, or end it and run again"
-                    ) from None
+                    raise _held(lock, what, file.read()) from None
                 time.sleep(0.1)
         file.truncate(0)
-        file.write(f"{os.getpid()}\n")
+        file.write(f"{os.getpid()} {what}\n")
         file.flush()
         yield
+
+
+def _held(lock: Path, what: str, holder: str) -> UserError:
+    """holder: what is in the lock file; nothing for a moment after it was taken."""
+    pid, _, theirs = holder.strip().partition(" ")
+    if theirs in ("", what):
+        return UserError(
+            f"{what} is being written by process {pid or '?'} (lock {lock}); wait for it, or end it and run again"
+        )
+    return UserError(
+        f"process {pid} is writing {theirs} and uses {lock.parent.absolute()} as well (lock {lock}); wait for it, or "
+        "set paths.runs to a folder that nothing else uses"
+    )
 
 
 if __name__ == "__main__":  # see `tied`

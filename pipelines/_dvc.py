@@ -14,6 +14,7 @@ from mdc.processes import end_below, tied
 
 GRACE_S = 25.0  # seconds; a Prefect worker uses force after 30
 USER_ERROR = 2  # exit code of `mdc stage` for bad input
+DVC_ERROR = 255  # exit code of DVC, which names in its last lines that of a command that it ran
 _SEPARATOR = re.compile(rb"[\r\n]")
 _ANNOUNCED = ("Running stage", "> exec ", "ERROR: failed to reproduce")  # what DVC says around a stage's own words
 _HINTS = (  # what DVC says after each stage
@@ -26,17 +27,25 @@ _HINTS = (  # what DVC says after each stage
     "Use `dvc push`",
 )
 _EXIT_CODE = re.compile(r"exited with (\d+)")
+_MISSING = re.compile(r"No such file or directory: '(.*)'|missing data 'source': (\S+)")  # what the stage reads
 
 
 class StageFailed(RuntimeError):
-    """A stage did not finish. The message holds its last words; `code` is the exit code of its command."""
+    """A stage did not finish. The message holds its last words; `code` is the exit code of its command.
+
+    Where DVC did not run the command, or not record what it made, it would not do so the next time: a user's mistake.
+    """
 
     def __init__(self, stage: str, code: int, last_lines: list[str]) -> None:
         exits = [int(match[1]) for match in map(_EXIT_CODE.search, last_lines) if match]
-        self.code = exits[-1] if exits else code
+        self.code = exits[-1] if exits else USER_ERROR if code == DVC_ERROR else code
         words = [line for line in last_lines if not line.startswith(_ANNOUNCED)] or last_lines
         errors = [number for number, line in enumerate(words) if line.startswith("error: ")]
-        super().__init__(f"stage {stage!r}: " + "\n".join(words[errors[-1] :] if errors else words[-4:]))
+        message = f"stage {stage!r}: " + "\n".join(words[errors[-1] :] if errors else words[-4:])
+        if not exits and (missing := _MISSING.search(message)):
+            makes = "run `mdc sample`, or set download.input" if stage == "download" else "run the stages before it"
+            message = f"stage {stage!r} reads {missing[1] or missing[2]}, which is not there; {makes}"
+        super().__init__(message)
 
 
 def split_output(stream: IO[bytes]) -> Iterator[tuple[str, bool]]:

@@ -26,7 +26,7 @@ from pydantic import BaseModel
 from mdc.config import Params, change_params, load_params, partial
 from mdc.errors import Terminated, UserError
 from mdc.files import read_json, write_json
-from mdc.processes import only_writer, raise_on_sigterm
+from mdc.processes import deaf_children, on_ctrl_c, only_writer, raise_on_sigterm
 from pipelines._dvc import USER_ERROR, StageFailed, reproduce
 
 ARTIFACT_EVERY_S = 3.0
@@ -56,12 +56,16 @@ def project(changes: Mapping[str, BaseModel | None]) -> Iterator[None]:
     Raises UserError for a value that breaks a rule, and while another flow runs here.
     """
     log = get_run_logger()
-    runs = Path(load_params().paths.runs)
-    with only_writer(runs / "flow.lock", "the pipeline in this folder", patience_s=0), _recorded(runs / "flow.id", log):
-        values = {name: section.model_dump(exclude_unset=True) for name, section in changes.items() if section}
-        for line in change_params("params.yaml", values):
-            log.info("params.yaml: %s", line)
-        yield
+    runs, here = Path(load_params().paths.runs), f"the pipeline in {Path.cwd()}"
+    try:
+        with only_writer(runs / "flow.lock", here, patience_s=0), _recorded(runs / "flow.id", log):
+            values = {name: section.model_dump(exclude_unset=True) for name, section in changes.items() if section}
+            for line in change_params("params.yaml", values):
+                log.info("params.yaml: %s", line)
+            yield
+    except UserError as error:  # `--watch` shows the log, not the message of the final state
+        log.error("error: %s", error)
+        raise
 
 
 @contextmanager
@@ -103,7 +107,7 @@ def _end_servers(servers: list[list[float]]) -> None:
 def may_help(_task: Any, _run: Any, state: Any) -> bool:
     """Whether to run a failed stage again: not after a user's mistake."""
     error = state.result(raise_on_failure=False)
-    return not (isinstance(error, StageFailed) and error.code == USER_ERROR)
+    return not (isinstance(error, UserError) or (isinstance(error, StageFailed) and error.code == USER_ERROR))
 
 
 def run_stage(stage: str) -> None:
@@ -175,22 +179,12 @@ for _name in ("prefect.flow_runs", "prefect.task_runs"):
     logging.getLogger(_name).addFilter(_is_news)
 
 
-@contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Processes that are started meanwhile do not hear Ctrl-C, which a terminal sends to all: a flow that is being
-    stopped still needs its server, and would wait for it for minutes."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def main(flow: Flow[..., None]) -> None:
     """Run a flow from the command line. The log tells what went wrong; the last line says it again, short."""
     try:
+        on_ctrl_c(signal.default_int_handler)  # everything is loaded
         load_params()  # bad parameters need no server to be told
-        with _deaf_to_ctrl_c():
+        with deaf_children():  # a flow that is being stopped still needs its server, and would wait for it for minutes
             get_client(sync_client=True)  # starts Prefect's temporary server, where there is no other
         with raise_on_sigterm():
             flow()

@@ -99,6 +99,32 @@ def test_a_sweep_with_a_mistake(project: Path) -> None:
     assert "unknown parameter seed (did you mean 'seeds'?)" in refused(mdc("sweep", "wrong.yaml", cwd=project))
 
 
+WHILE_LOADING = """
+import builtins, os, signal, sys
+
+load, module, last = builtins.__import__, sys.argv.pop(1), sys.argv.pop(1)
+
+def interrupted(name, *rest):
+    if name == last:
+        os.kill(os.getpid(), signal.SIGINT)
+    return load(name, *rest)
+
+builtins.__import__ = interrupted
+load(module, fromlist=["main"]).main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "loads", "code"),
+    [("mdc.start", "typer", 130), ("mdc.start", "ruamel.yaml", 130), ("mdc.train.__main__", "torch", -signal.SIGINT)],
+)
+def test_ctrl_c_while_libraries_are_loaded_says_nothing(project: Path, module: str, loads: str, code: int) -> None:
+    words = ["doctor"] if module == "mdc.start" else ["--params=p", "--shards=s", "--output=o", "--work=w"]
+    command = [sys.executable, "-c", WHILE_LOADING, module, loads, *words]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
 SLOW_STAGE = """
 import sys, time
 from pathlib import Path
@@ -150,12 +176,14 @@ class TestDoctor:
     def test_finds_outputs_whole(self, shards: Path) -> None:
         assert "2 files as in the manifest" in str(doctor._output("shard", shards))
 
-    @pytest.mark.parametrize("harm", ["a.tar is missing", "b.tar has changed", "has no manifest.json"])
+    @pytest.mark.parametrize("harm", ["a.tar is missing", "b.tar has changed", "has no manifest.json", "is damaged"])
     def test_finds_what_is_lost_or_changed(self, shards: Path, harm: str) -> None:
         if "missing" in harm:
             (shards / "a.tar").unlink()
         elif "changed" in harm:
             (shards / "b.tar").write_text("x")
+        elif "damaged" in harm:
+            (shards / "manifest.json").write_text("{")
         else:
             (shards / "manifest.json").unlink()
         findings = [finding for finding in doctor.examine(Params()) if not finding.good]

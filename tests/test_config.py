@@ -188,8 +188,19 @@ class TestMistakes:
         with pytest.raises(UserError, match="does not exist; run this in the project's folder"):
             load_params(tmp_path / "nowhere.yaml")
 
-    def test_an_empty_file_is_all_defaults(self, tmp_path: Path) -> None:
-        assert load_params(written(tmp_path, "# nothing\n")) == Params()
+    @pytest.mark.parametrize("text", ["", "\n", "# nothing\n", "---\n"])
+    def test_an_empty_file_is_a_mistake(self, tmp_path: Path, text: str) -> None:
+        assert "params.yaml is empty; give it sections such as `pretrain:`, or {}" in refusal(tmp_path, text)
+
+    def test_no_sections_may_be_meant(self, tmp_path: Path) -> None:
+        assert load_params(written(tmp_path, "{}\n")) == Params()
+
+    def test_a_section_without_values_is_a_mistake(self, tmp_path: Path) -> None:
+        assert "pretrain = None: input should be" in refusal(tmp_path, "pretrain:\n")
+
+    def test_a_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match=r"cannot be read: Is a directory; name a file with parameters"):
+            load_params(tmp_path)
 
 
 class TestRules:

@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "stages": LEAVES | {"data", "eval", "generate", "report", "train"},
     "sweep": LEAVES | {"eval.measures", "stages", "train.tracking", "train.work"},
     "cli": LEAVES | {"api", "compared", "data", "eval", "export", "report", "stages", "sweep"},
+    "start": {"cli", "processes"},
     "__init__": {"api"},
 }
 # modules that only one place may import

@@ -142,11 +142,16 @@ def test_a_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
             only_writer(tmp_path / "x.lock", "data/shards", patience_s=0),
         ):
             pass
+        with (
+            pytest.raises(UserError, match=f"process {first.pid} is writing data/shards and uses {tmp_path} as well"),
+            only_writer(tmp_path / "x.lock", "other/shards", patience_s=0),
+        ):
+            pass
     finally:
         first.kill()
         first.wait()
     with only_writer(tmp_path / "x.lock", "data/shards", patience_s=0):  # the killed one holds nothing
-        assert (tmp_path / "x.lock").read_text() == f"{os.getpid()}\n"
+        assert (tmp_path / "x.lock").read_text() == f"{os.getpid()} data/shards\n"
 
 
 def test_a_writer_may_wait_for_one_that_is_ending(tmp_path: Path) -> None:

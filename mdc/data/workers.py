@@ -9,12 +9,11 @@ import io
 import logging
 import multiprocessing
 import os
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from multiprocessing.pool import IMapIterator
+from multiprocessing.pool import IMapIterator, Pool
 from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest import mock
@@ -32,7 +31,7 @@ from mdc.data.parts import DIGITS, PartWriter
 from mdc.data.plan import PLAN_SCHEMA
 from mdc.data.source import root_address
 from mdc.errors import UserError
-from mdc.processes import end_when_orphaned
+from mdc.processes import deaf_children, end_when_orphaned
 
 REACHED_WITHIN = 5.0  # seconds, for the head of a cluster
 
@@ -74,7 +73,6 @@ class Worker(Downloader):
     def __call__(self, row: tuple[int, str]) -> tuple[bool, tuple[int, str]]:
         if self.is_child:
             end_when_orphaned()  # the pool starts its later workers from a thread
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
         downloader.download_image_with_retry = self.get
         self.download_shard(row)
         return True, row
@@ -94,6 +92,17 @@ class Resizer:
         except Rejected as rejected:
             return None, None, None, None, None, str(rejected)
         return image, image.width, image.height, image.original_width, image.original_height, None
+
+
+class _Spawning:
+    """What img2dataset asks for a pool. Its workers, later ones included, leave Ctrl-C to this process."""
+
+    def __init__(self, method: str) -> None:
+        self.context = multiprocessing.get_context(method)
+
+    def Pool(self, *args: Any, **options: Any) -> Pool:
+        with deaf_children():
+            return self.context.Pool(*args, **options)
 
 
 def _watched(results: IMapIterator) -> Iterator[Any]:
@@ -154,7 +163,7 @@ def _ray(compute: ComputeParams) -> Iterator[Callable[..., None]]:
 @contextmanager
 def _processes(_compute: ComputeParams) -> Iterator[Callable[..., None]]:
     """img2dataset's distributor over processes of this machine, watched."""
-    watched = mock.patch.object(distributor, "tqdm", _watched)
+    watched = mock.patch.multiple(distributor, tqdm=_watched, get_context=_Spawning)
     # workers that are ended early leave locks of libraries to Python's resource tracker, which removes and reports them
     tidied = mock.patch.dict(os.environ, PYTHONWARNINGS="ignore:resource_tracker:UserWarning")
     with watched, tidied:

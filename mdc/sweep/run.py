@@ -30,7 +30,7 @@ def run_sweep(plan: SweepPlan, file: Path, say: Say) -> tuple[SweepTable, list[s
     for run in plan.runs:
         read_manifest(Folders.of(run.params.paths).shards, made_by="shard")
     failures: list[str] = []
-    with raise_on_sigterm(), only_writer(plan.work / "sweep.lock", str(plan.outputs), patience_s=0):
+    with raise_on_sigterm(), only_writer(plan.work / "sweep.lock", str(plan.outputs.absolute()), patience_s=0):
         group = Group(plan.runs[0].params.tracking, plan.name, plan.outputs / "run.json")
         with _ended(group, plan, file, failures):
             _run_all(plan, group.run_id, failures, say)

@@ -7,17 +7,17 @@
 import argparse
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
-from mdc.config import load_params
-from mdc.errors import UserError
-from mdc.processes import end_with_parent
-from mdc.train.trainer import train
+from mdc.processes import end_with_parent, on_ctrl_c
 
 
 def main() -> None:
     end_with_parent()
+    # At once and without a traceback, whatever this rank waits for; from the first step on, see `mdc.train.watch.Stop`.
+    on_ctrl_c(signal.SIG_DFL)
     parser = argparse.ArgumentParser(prog="python -m mdc.train", description=__doc__)
     parser.add_argument("--params", type=Path, required=True, help="the parameter file")
     parser.add_argument("--shards", type=Path, required=True, help="the folder that stage `shard` made")
@@ -28,6 +28,11 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     main_rank = os.environ.get("RANK", "0") == "0"
     logging.getLogger("mdc").setLevel(logging.INFO if main_rank else logging.ERROR)  # the others would repeat it
+
+    from mdc.config import load_params
+    from mdc.errors import UserError
+    from mdc.train.trainer import train
+
     try:
         params = load_params(arguments.params)
         train(params, arguments.shards, arguments.output, arguments.work, arguments.launched)

@@ -138,6 +138,7 @@ class Trainer:
     def run(self) -> None:
         """Train from where the state is to the last step. Raises SystemExit, with a checkpoint saved, when stopped."""
         hyper, batches = self.hyper, on_device(iter(self._batches()), self.device)
+        self.stop.hold()
         with self._bar() as bar:
             self.meter.lap()
             while self.done < hyper.steps:

@@ -23,8 +23,9 @@ SHOWN_UIDS = 8  # in messages
 
 
 class Stop:
-    """SIGTERM and SIGINT, held back within a `with` block until all ranks have finished the same step.
+    """SIGTERM and SIGINT, held back from `hold` to the end of a `with` block until all ranks finish the same step.
 
+    Before the first step there is nothing to save: a rank that held them back would wait for others that have ended.
     Where `failure` exists another rank has failed, no common step will follow, and this rank ends at once.
     """
 
@@ -34,8 +35,10 @@ class Stop:
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        self.before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
+
+    def hold(self) -> None:
+        self.before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():

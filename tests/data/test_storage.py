@@ -20,6 +20,7 @@ from mdc.data.packing import write_shards
 from mdc.data.shards import read_index, verify_shards
 from mdc.doctor import examine
 from mdc.errors import UserError
+from mdc.processes import tied
 
 SHARDS = ShardParams(samples_per_shard=8)
 
@@ -32,7 +33,7 @@ def server() -> Iterator[str]:
         port = probe.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
     command = [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(tied(command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(300):
             try:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from mdc.config import STAGES, change_params
-from pipelines._dvc import StageFailed, reproduce, split_output
+from pipelines._dvc import USER_ERROR, StageFailed, reproduce, split_output
 
 
 def repro(stage: str) -> list[str]:
@@ -104,6 +104,18 @@ def test_a_failure_says_why(project: Path, code: int) -> None:
     assert not Path("out", "download").exists()
     Path("download.fail").unlink()
     assert "download began at step 1" in repro("download")
+
+
+def test_what_a_stage_lacks_is_named_with_what_makes_it(project: Path) -> None:
+    with pytest.raises(StageFailed) as caught:
+        repro("shard")
+    lacks = project / "out" / "caption"
+    assert str(caught.value) == f"stage 'shard' reads {lacks}, which is not there; run the stages before it"
+    assert caught.value.code == USER_ERROR, "which is not tried again"
+    words = "ERROR: failed to reproduce 'download': [Errno 2] No such file or directory: '/p/data/sample/urls.parquet'"
+    assert "reads /p/data/sample/urls.parquet, which is not there; run `mdc sample`, or" in str(
+        StageFailed("download", 255, [words])
+    )
 
 
 def test_a_stage_that_does_not_exist(project: Path) -> None:

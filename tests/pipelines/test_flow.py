@@ -17,6 +17,7 @@ from ruamel.yaml import YAML
 from source_files import ROOT
 
 from mdc.config import STAGES, Params, load_params
+from mdc.errors import UserError
 from pipelines._dvc import StageFailed
 from pipelines._run import may_help
 from pipelines.full import full
@@ -48,7 +49,7 @@ attempt("whole", full, shard={"seed": 5})
 attempt("rule", full, pretrain={"lr": 1e-4, "t_min": 1.0})
 attempt("unknown", full, pretrain={"lrr": 1e-4})
 
-with only_writer(Path("runs/flow.lock"), "x", 0):
+with only_writer(Path("runs/flow.lock"), f"the pipeline in {Path.cwd()}", 0):
     attempt("second", shard)
 
 Path("shard.fail").write_text("2")
@@ -90,11 +91,12 @@ def test_runs_on_a_temporary_server(project: Path, answers: tuple[dict[str, Any]
     # values are refused before anything starts, and nothing is written
     assert outcome["rule"][0] == "Failed"
     assert "t_min 1.0 must be below t_max 1.0" in outcome["rule"][1]
+    assert "error: params.yaml: pretrain: t_min 1.0 must be below t_max 1.0" in log, "which `--watch` shows"
     assert "lrr" in outcome["unknown"][1]
     assert load_params("params.yaml").pretrain == load_params(ROOT / "params.yaml").pretrain
     # one run at a time, told by process
     assert outcome["second"][0] == "Failed"
-    assert "the pipeline in this folder is being written by process" in outcome["second"][1]
+    assert f"the pipeline in {project} is being written by process" in outcome["second"][1]
     # the state's message names the stage's own error, and a user's mistake is not tried again
     assert outcome["failed"][0] == "Failed"
     assert "error: shard.lr = 'x': input should be a number" in outcome["failed"][1]
@@ -148,9 +150,19 @@ def test_bad_parameters_are_refused_by_the_form(bad: dict[str, Any]) -> None:
         full.validate_parameters(bad)
 
 
-@pytest.mark.parametrize(("code", "helps"), [(2, False), (1, True), (-9, True)])
-def test_a_retry_is_for_accidents_not_for_mistakes(code: int, helps: bool) -> None:
-    assert may_help(None, None, Failed(data=StageFailed("pretrain", code, ["error: x"]))) is helps
+@pytest.mark.parametrize(
+    ("error", "helps"),
+    [
+        (StageFailed("pretrain", 2, ["error: x"]), False),
+        (StageFailed("pretrain", 1, ["error: x"]), True),
+        (StageFailed("pretrain", -9, ["error: x"]), True),
+        (StageFailed("pretrain", 255, ["ERROR: failed to reproduce 'pretrain': missing data 'source': x"]), False),
+        (StageFailed("pretrain", 255, ["ERROR: failed to run: exec mdc stage pretrain, exited with 1"]), True),
+        (UserError("x"), False),
+    ],
+)
+def test_a_retry_is_for_accidents_not_for_mistakes(error: Exception, helps: bool) -> None:
+    assert may_help(None, None, Failed(data=error)) is helps
 
 
 def test_every_flow_is_deployed() -> None:

@@ -118,6 +118,10 @@ def test_a_deployed_run_from_start_to_stop(project: Path) -> None:
     refused = prefect("deployment", "run", "mdc/full-pipeline", "--param", 'shard={"sed": 9}')
     assert refused.returncode != 0
     assert "'sed' was unexpected" in " ".join((refused.stdout + refused.stderr).split())
+    # one whose values are right each and wrong together: the terminal that watches says why
+    refused = prefect("deployment", "run", "mdc/full-pipeline", "--watch", "--param", 'pretrain={"t_min": 1.0}')
+    assert refused.returncode != 0
+    assert "t_min 1.0 must be below t_max 1.0" in " ".join((refused.stdout + refused.stderr).split())
     # one that is cancelled
     Path("shard.hang").touch()
     created = prefect("deployment", "run", "shard/shard", "--param", 'shard={"seed": 10}')

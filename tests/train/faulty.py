@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,6 +52,18 @@ def elsewhere(place: Place) -> str:
         return folders(replace(place, work=Path(other)))
 
 
+def met(*arguments: Any, **options: Any) -> None:
+    Path(os.environ["MET"]).touch()
+    meet(*arguments, **options)
+
+
+if kind == "late":  # the others wait for it
+    if os.environ["RANK"] == rank:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as `main` does
+        Path(os.environ["MET"] + "-late").touch()
+        time.sleep(600)
+    meet = torch.distributed.init_process_group
+    torch.distributed.init_process_group = met
 if kind == "differ" and os.environ["RANK"] == rank:
     preflight.version = with_other_software  # type: ignore[assignment]
     Place.folders = elsewhere  # type: ignore[assignment,method-assign]

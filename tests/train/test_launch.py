@@ -142,11 +142,12 @@ def test_a_silent_rank_is_given_up_after_the_timeout(
         launch.pretrain(params, shards, tmp_path / "model", tmp_path / "runs")
 
 
-def start(params: Params, shards: Path, folder: Path) -> "subprocess.Popen[bytes]":
-    """The launcher in a process group of its own, training into `folder`/model."""
+def start(params: Params, shards: Path, folder: Path, target: str = launch.TARGET) -> "subprocess.Popen[bytes]":
+    """The launcher in a process group of its own, training into `folder`/model. target: what ranks run."""
     (folder / "params.json").write_text(params.model_dump_json())
     code = (
-        "import sys; from pathlib import Path; from mdc.train import launch; launch.pretrain(*map(Path, sys.argv[1:]))"
+        f"import sys; from pathlib import Path; from mdc.train import launch; launch.TARGET = {target!r}\n"
+        "launch.pretrain(*map(Path, sys.argv[1:]))"
     )
     paths = [folder / "params.json", shards, folder / "model", folder / "runs"]
     return subprocess.Popen(
@@ -155,6 +156,29 @@ def start(params: Params, shards: Path, folder: Path) -> "subprocess.Popen[bytes
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
+
+
+def test_ctrl_c_ends_ranks_that_wait_for_one_another(
+    tmp_path: Path,
+    shards: Path,
+    small_params: MakeParams,
+    fault: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the first step there is nothing to save, and no common step that they could end after."""
+    fault("1:0:late")
+    monkeypatch.setenv("MET", str(tmp_path / "met"))
+    launcher = start(small_params(compute={"processes": 2}), shards, tmp_path, target="faulty")
+    deadline = time.monotonic() + 120
+    while not ((tmp_path / "met").exists() and (tmp_path / "met-late").exists()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    ranks = psutil.Process(launcher.pid).children(recursive=True)
+    os.killpg(launcher.pid, signal.SIGINT)
+    _, output = launcher.communicate(timeout=30)
+    assert ranks
+    assert not psutil.wait_procs(ranks, timeout=5)[1]
+    assert output.count(b"Traceback") == 1, "that of the launcher's own script"
 
 
 def wait_for_checkpoint(work: Path, process: "subprocess.Popen[bytes]") -> None:
