@@ -46,13 +46,17 @@ class PathParams(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        for name, root in self:
+            self.check_outside(name, root)
+        return self
+
+    def check_outside(self, name: str, place: str) -> None:
+        """Raise ValueError for a place in a folder that a stage makes anew."""
         made = [Path(self.data) / name for name in ("downloaded", "captions", "shards")]
         made += [Path(self.outputs) / name for name in ("model", "features", "evaluation", "report")]
-        for name, root in self:
-            for folder in map(Path.absolute, made):
-                if Path(root).absolute().is_relative_to(folder):
-                    raise ValueError(f"{name} {root} lies in {folder}, which a stage replaces; take another folder")
-        return self
+        for folder in map(Path.absolute, made):
+            if Path(place).absolute().is_relative_to(folder):
+                raise ValueError(f"{name} {place} lies in {folder}, which a stage replaces; take another folder")
 
 
 class DownloadParams(Section):
@@ -60,7 +64,8 @@ class DownloadParams(Section):
 
     layout: str = "pairs"  # by name in mdc.layouts: what the fields that are missing or null become
     kind: Literal["urls", "images", "webdataset"] = "urls"  # lists to download, or pictures that are here already
-    input: str = "data/sample/urls.parquet"  # a file, a folder or a pattern, here or at any address that fsspec reads
+    # a file, a folder or a pattern, here or at any address that fsspec reads
+    input: str = Field("data/sample/urls.parquet", min_length=1)
     header: list[str] = []  # names of the columns of csv and tsv files that have no line of names
     url_column: str = "url"  # images: of the metadata file, with paths
     caption_column: str | list[str] = "caption"  # one or several, the first is the main one; "" = none
@@ -118,7 +123,7 @@ class DownloadParams(Section):
 class CaptionParams(Section):
     """Tokens, the length filter, and the split."""
 
-    tokenizer: str = "train"  # "train", a folder with tokenizer.json, or a Hugging Face name
+    tokenizer: str = Field("train", min_length=1)  # "train", a folder with tokenizer.json, or a Hugging Face name
     vocab_size: int = Field(2000, ge=32)  # of a trained tokenizer, specials included
     lowercase: bool = True  # of a trained tokenizer
     min_tokens: int = Field(2, ge=1)  # specials included
@@ -363,7 +368,8 @@ class ComputeParams(Section):
     def _check(self) -> Self:
         if self.launcher == "local" and self.hosts > 1:
             raise ValueError(f"hosts {self.hosts} with launcher local, which is one host; set launcher: hosts")
-        if self.launcher == "hosts" and not re.fullmatch(r"\S+:\d+", self.endpoint):
+        named = re.fullmatch(r"\S+:(\d+)", self.endpoint)
+        if self.launcher == "hosts" and not (named and 0 < int(named[1]) < 2**16):
             raise ValueError(f"endpoint {self.endpoint!r} is no HOST:PORT; name the first host, as 10.0.0.1:29500")
         if self.hosts > 1 and self.rendezvous_timeout <= self.rank_timeout:
             raise ValueError(
@@ -381,6 +387,12 @@ class TrackingParams(Section):
     run_name: str = ""  # "" = objective and preset
     parent_run: str = ""  # id of the run under which this one is shown; "" = none. `mdc sweep` sets it
     required: bool = False  # true: do not start without the server
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.required and not self.uri:
+            raise ValueError("required is true, but uri is empty; name a server, or set required: false")
+        return self
 
 
 class Params(Section):
@@ -404,6 +416,8 @@ class Params(Section):
                 f"download.image_size {self.download.image_size} is below pretrain.image_size "
                 f"{self.pretrain.image_size}: pictures would be enlarged; raise download.image_size"
             )
+        if "://" not in self.shard.target and self.shard.target:
+            self.paths.check_outside("shard.target", self.shard.target)
         ranks = self.compute.hosts * self.compute.processes * self.pretrain.accumulate
         if self.pretrain.batch_size % ranks:
             raise ValueError(
