@@ -28,6 +28,7 @@ from mdc.processes import tied
 POLL_S = 5.0  # between two questions to the cluster
 LOG_S = 0.5  # between two looks into the log
 CANCEL_S = 20.0  # for a cancelled job to save a checkpoint and end; a Prefect worker uses force after 30
+PARENT_ENDS_S = 1.0  # for all of its threads
 SLURM_OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 SLURM_OVER |= {"PREEMPTED", "REVOKED"}
 USER_ERROR = 2  # exit code of a command for bad input
@@ -269,7 +270,7 @@ def run_as_job(params: Params, work: Path, output: Path, close_tracking: Callabl
                 _say(f"job {number} started (log: {job.log})")
             state, last_error = _follow(job, number, start)
         except (KeyboardInterrupt, Terminated):
-            if os.getppid() != parent:
+            if _is_gone(parent):
                 _say("what started this is gone; a job that is under way goes on, and the same command follows it")
             elif number := number or job.find():
                 _cancel(job, number)
@@ -283,6 +284,15 @@ def run_as_job(params: Params, work: Path, output: Path, close_tracking: Callabl
     with files.whole_folder(output) as temporary:
         shutil.copytree(job.result, temporary, dirs_exist_ok=True)
     shutil.rmtree(job.result)
+
+
+def _is_gone(parent: int) -> bool:
+    """Whether this process was ended because its parent is gone. Threads of the parent end one after the other, and
+    the kernel's signal comes with the one that started this process, while the parent still seems to be there."""
+    deadline = time.monotonic() + PARENT_ENDS_S
+    while os.getppid() == parent and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return os.getppid() != parent
 
 
 def _failure(number: str, state: State, last_error: str, log_file: Path) -> Exception:
