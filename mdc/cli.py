@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class _Commands(typer.core.TyperGroup):
     """Ctrl-C ends a command with exit code 130 and no traceback; Typer's own is 1."""
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

@@ -75,7 +75,8 @@ class MeetingPlace:
                     f"{socket.gethostname()} cannot join the hosts at {self.endpoint}: {name} is {common[name]} here "
                     f"and {value} there; {HINTS.get(name, f'set compute.{name} alike on all hosts')}"
                 )
-        self.store.append(f"came-{number}", f"{socket.gethostname()} ({self.address})\n")
+        came = f"{socket.gethostname()} ({self.address})\n"
+        self.store.append(f"came-{number}", came)  # type: ignore[attr-defined]  # which its stub leaves out
         return number
 
     def came(self, number: int) -> list[str]:

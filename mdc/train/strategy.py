@@ -34,7 +34,8 @@ def prepare_layers(model: nn.Module, compute: ComputeParams) -> None:
     pass, which keeps its activations, becomes its `keeping`.
     """
     for layer in layers(model):
-        forward = layer.keeping = layer.forward
+        forward = layer.forward
+        layer.keeping = forward  # type: ignore[assignment]
         if compute.activation_checkpointing:
             forward = partial(checkpoint, forward, use_reentrant=False)
         if compute.compile:

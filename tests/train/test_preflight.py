@@ -204,7 +204,7 @@ def test_what_a_batch_keeps_follows_from_two_small_ones(ready: Callable[..., Rea
     some = ready(batch_size=32, decoder_depth=2)
     need = some.needed()
     weights = sum(parameter.nbytes for parameter in some.model.parameters())
-    assert need.of(32) - 3 * weights == pytest.approx(some._kept(32), rel=0.05)
+    assert need.of(32) - 7 * weights == pytest.approx(some._kept(32), rel=0.05)
     assert need.remembered == 2 * weights
     for parameter in some.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -219,7 +219,7 @@ def test_a_layer_that_is_computed_again_is_counted(ready: Callable[..., Ready]) 
     again, layers = sparing._recomputed(32), len(strategy.layers(sparing.model))
     assert sparing._kept(32) < plain._kept(32) <= sparing._kept(32) + layers * again
     weights = sum(parameter.nbytes for parameter in sparing.model.parameters())
-    assert sparing.needed().of(32) - 3 * weights == pytest.approx(sparing._kept(32) + again, rel=0.05)
+    assert sparing.needed().of(32) - 7 * weights == pytest.approx(sparing._kept(32) + again, rel=0.05)
     assert sparing.needed().of(32) < plain.needed().of(32)
 
 
