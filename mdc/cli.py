@@ -3,12 +3,14 @@
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
 
+from mdc.config import EvaluateParams, checked, choose
 from mdc.errors import Terminated, TrainingFailed, UserError
 from mdc.processes import on_ctrl_c
 
@@ -42,6 +44,11 @@ AnyModel = Annotated[
 Output = Annotated[Path | None, typer.Option("--out", help="Folder for tables and single scores; it is replaced.")]
 Scorers = Annotated[str, typer.Option("--scorers", help="Names with commas between; empty = all that fit the model.")]
 MODEL = "outputs/model"
+EVALUATE = EvaluateParams()  # the protocol of the stage is that of the commands
+
+
+def _listed(numbers: list[float]) -> str:
+    return ",".join(f"{number:g}" for number in numbers)
 
 
 def _captioner(model: str) -> "Captioner":
@@ -125,20 +132,17 @@ def sweep(
     from mdc.config import load_sweep
 
     plan = load_sweep(file, params, variant)  # mistakes are told before anything heavy is imported
-    from rich.console import Console
-
     from mdc.sweep.run import run_sweep
     from mdc.sweep.table import terminal_tables
+    from mdc.terminal import show
 
     try:
         table, failures = run_sweep(plan, file, lambda text: typer.echo(text, err=True))
     except (KeyboardInterrupt, Terminated) as stop:
         typer.echo(f"error: sweep {plan.name} was told to end; run the same command to continue", err=True)
         raise typer.Exit(130 if isinstance(stop, KeyboardInterrupt) else 143) from None
-    console = Console()
-    for shown in terminal_tables(table):
-        console.print(shown)
-    console.print(f"Tables: {plan.outputs / 'table.md'}, .csv and .json", soft_wrap=True)
+    show(*terminal_tables(table))
+    typer.echo(f"Tables: {plan.outputs / 'table.md'}, .csv and .json")
     if failures:
         raise TrainingFailed("; ".join(failures))
 
@@ -146,17 +150,14 @@ def sweep(
 @app.command()
 def results(params: ParamsFile = Path("params.yaml")) -> None:
     """Show the scores as a table, and where the report is."""
-    from rich.console import Console
-
     from mdc.config import load_params
     from mdc.report.tables import terminal_tables
     from mdc.stages import Folders
+    from mdc.terminal import show
 
     at = Folders.of(load_params(params).paths)
-    console = Console()
-    for table in terminal_tables(at.evaluation):
-        console.print(table)
-    console.print(f"Report: {at.report / 'report.html'}", soft_wrap=True)
+    show(*terminal_tables(at.evaluation))
+    typer.echo(f"Report: {at.report / 'report.html'}")
 
 
 @app.command()
@@ -188,6 +189,7 @@ def caption(
     out: Output = None,
 ) -> None:
     """Write a caption for each picture; with --references, score such captions by CIDEr, BLEU and ROUGE-L."""
+    _check_output(out)
     loaded = _captioner(model)
     if references is None:
         if not images:
@@ -197,12 +199,13 @@ def caption(
         return
     from mdc.eval.commands import SHOWN, caption_all, captions_page, write_results
     from mdc.eval.references import read_references
-    from mdc.eval.tables import caption_table, show
+    from mdc.eval.tables import caption_table
+    from mdc.terminal import show
 
     if not images or len(images) != 1:
         raise UserError("with --references give one folder, which holds the pictures")
     found = read_references(references, images[0], limit=limit)
-    wanted = [int(number) for number in _numbers(lengths)]
+    wanted = _counts(lengths, "--lengths")
     results = caption_all(loaded.loaded, loaded.see, found, wanted, seed)
     show(caption_table(results))
     if out is not None:
@@ -248,8 +251,10 @@ def compositional(
     """Does the model prefer a caption to its foils? ARO and SugarCrepe, with blind and PMI beside every score."""
     from mdc.eval.answers import write_answers
     from mdc.eval.benchmarks import read_benchmark, sets_of
-    from mdc.eval.tables import answer_table, asked, show
+    from mdc.eval.tables import answer_table, asked
+    from mdc.terminal import show
 
+    _check_output(out)
     loaded, wanted = _comparer(model, scorers)
     benchmarks = [
         read_benchmark(name, data, images, seed, partial).shorter(loaded.too_long, skip_long)
@@ -273,12 +278,16 @@ def probe(
     data: Annotated[list[str], typer.Argument(help="Labelled sets: KIND:PATH, see `mdc zeroshot --help`.")],
     model: Annotated[list[str] | None, typer.Option("--model", help="One as elsewhere, or several to compare.")] = None,
     shots: Annotated[str, typer.Option(help="Few-shot probes: pictures per class in all, with commas between.")] = "",
-    seeds: Annotated[int, typer.Option(min=1, help="Repetitions behind the intervals.")] = 3,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training features.")] = 30,
-    learning_rates: Annotated[str, typer.Option(help="Of Adam, with commas between.")] = "0.003,0.01,0.03",
-    weight_decays: Annotated[
-        str, typer.Option(help="L2 penalties, with commas between.")
-    ] = "1e-7,1e-6,1e-5,1e-4,1e-3,1e-2,0.1,1",
+    seeds: Annotated[int, typer.Option(help="Repetitions behind the intervals.")] = EVALUATE.probe_seeds,
+    epochs: Annotated[
+        int, typer.Option(help="Passes over the training features; 0 = by their number.")
+    ] = EVALUATE.probe_epochs,
+    learning_rates: Annotated[str, typer.Option(help="Of Adam, with commas between.")] = _listed(
+        EVALUATE.probe_learning_rates
+    ),
+    weight_decays: Annotated[str, typer.Option(help="L2 penalties, with commas between.")] = _listed(
+        EVALUATE.probe_weight_decays
+    ),
     poolings: Annotated[str, typer.Option(help="Of patches, with commas between: mean, max; for our models.")] = "mean",
     layer: Annotated[
         int | None, typer.Option(help="Block of the encoder, from 0, or -1 the last; for our models.")
@@ -293,25 +302,53 @@ def probe(
     """How well a linear classifier reads classes off frozen features; also few-shot and nearest neighbours."""
     from mdc import dist
     from mdc.compared import encoders_of
-    from mdc.eval.commands import probe_all, write_results
+    from mdc.eval.commands import check_encoders, probe_all, write_results
     from mdc.eval.labelled import open_labelled
-    from mdc.eval.probe import Grid
-    from mdc.eval.probing import Options
-    from mdc.eval.tables import probe_table, show
+    from mdc.eval.tables import probe_table
+    from mdc.terminal import show
 
-    models, sets, chosen = model or [MODEL], [open_labelled(name) for name in data], dist.pick_device(device)
-    grid = Grid(_numbers(learning_rates), _numbers(weight_decays), epochs, holdout=0.2)
-    options = Options(grid, seeds, seed, [int(number) for number in _numbers(shots)])
+    p = checked(
+        EvaluateParams,
+        "mdc probe",
+        probe_learning_rates=_numbers(learning_rates),
+        probe_weight_decays=_numbers(weight_decays),
+        probe_epochs=epochs,
+        probe_seeds=seeds,
+        seed=seed,
+    )
+    counts, models = _counts(shots, "--shots"), list(dict.fromkeys(model or [MODEL]))
+    pools = [pooling for pooling in _names(poolings) if choose("pooling", pooling, {"mean": True, "max": True})]
+    _check_output(out)
+    sets, chosen = [open_labelled(name) for name in dict.fromkeys(data)], dist.pick_device(device)
     with dist.process_group(chosen, timeout_s=3600):
-        encoders = encoders_of(models, _names(poolings), layer, floors, chosen, seed)
-        results = [probe_all(encoders, each, options, cache, chosen, attentive) for each in sets]
+        encoders = encoders_of(models, pools or ["mean"], layer, floors, chosen, seed)
+        check_encoders(encoders, sets, cache, attentive)
+        results = [probe_all(encoders, each, p, counts, cache, chosen, attentive) for each in sets]
         is_main = dist.is_main()
     if is_main:
         show(*map(probe_table, results))
         for warning in (f"{each['data']}: {line}" for each in results for line in each["warnings"]):
             typer.echo(f"warning: {warning}", err=True)
         if out is not None:
-            write_results(out, {"sets": results}, {"models": models, "seed": seed, "grid": [grid.cells, epochs]})
+            write_results(out, {"sets": results}, {"models": models, "shots": counts, "protocol": _protocol(p)})
+
+
+def _protocol(p: EvaluateParams) -> dict[str, Any]:
+    return {name: value for name, value in p if name.startswith("probe_") or name in ("knn_k", "seed")}
+
+
+def _check_output(out: Path | None) -> None:
+    """Tell before the work, not after it, where a folder cannot be written or holds what we did not make."""
+    if out is None:
+        return
+    if out.exists() and not (out / "manifest.json").is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} is not a folder of results, and would be replaced; name another one")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be made: {error.strerror}; name a folder that can be written") from None
 
 
 def _names(text: str) -> list[str]:
@@ -323,6 +360,13 @@ def _numbers(text: str) -> list[float]:
         return [float(number) for number in _names(text)]
     except ValueError:
         raise UserError(f"{text!r} is no list of numbers with commas between") from None
+
+
+def _counts(text: str, option: str) -> list[int]:
+    """Whole numbers from 1, each once."""
+    if wrong := [name for name in _names(text) if not name.isdecimal() or int(name) < 1]:
+        raise UserError(f"{option} {text}: {wrong[0]!r} is no whole number from 1; write some with commas between")
+    return list(dict.fromkeys(map(int, _names(text))))
 
 
 @app.command()
@@ -339,8 +383,10 @@ def retrieve(
     """Find texts for pictures and pictures for texts: recall at 1, 5 and 10, with PMI and chance."""
     from mdc.eval import commands
     from mdc.eval.references import read_references
-    from mdc.eval.tables import retrieval_table, show
+    from mdc.eval.tables import retrieval_table
+    from mdc.terminal import show
 
+    _check_output(out)
     loaded, wanted = _comparer(model, scorer)
     results = commands.retrieve(loaded, read_references(references, images, limit=limit), wanted[0], draws, seed)
     show(retrieval_table(results))
@@ -372,8 +418,10 @@ def zeroshot(
     """Tell the class of test pictures by the classes' names alone, with PMI and the blind answer beside it."""
     from mdc.eval import commands
     from mdc.eval.labelled import open_labelled
-    from mdc.eval.tables import show, zero_shot_table
+    from mdc.eval.tables import zero_shot_table
+    from mdc.terminal import show
 
+    _check_output(out)
     loaded, wanted = _comparer(model, scorer)
     labelled, templates = open_labelled(data), template or ["a photo of a {}"]
     names = classes.read_text(encoding="utf-8").split("\n") if classes is not None else labelled.classes
@@ -399,7 +447,6 @@ def search(
     neighbours: Annotated[int, typer.Option("-k", min=1, help="Of each picture.")] = 10,
 ) -> None:
     """Find the pictures whose features are nearest, by cosine."""
-    import mdc
     from mdc.eval.index import CosineIndex
 
     found, loaded = CosineIndex.load(index), mdc.load(model)
@@ -416,7 +463,6 @@ def add(
     model: AnyModel = MODEL,
 ) -> None:
     """Add pictures to an index, which is made if there is none."""
-    import mdc
     from mdc.eval.index import CURRENT, CosineIndex
 
     loaded, uids = mdc.load(model), list(map(str, pictures))
@@ -460,21 +506,18 @@ app.add_typer(data, name="data")
 @data.command("stats")
 def data_stats(params: ParamsFile = Path("params.yaml")) -> None:
     """Show what became of the list: coverage, reasons, hosts, sizes, lengths and duplicates."""
-    from rich.console import Console
-
     from mdc.config import load_params
     from mdc.data.stats import read_stats
     from mdc.report.data_tables import data_tables, duplicate_sentence
     from mdc.report.tables import terminal
     from mdc.stages import Folders
+    from mdc.terminal import show
 
     at = Folders.of(load_params(params).paths)
     stats = read_stats(at.downloaded, at.captions, at.shards)
-    console = Console()
-    for table in data_tables(stats):
-        console.print(terminal(table))
+    show(*map(terminal, data_tables(stats)))
     if stats.duplicates:
-        console.print(duplicate_sentence(stats))
+        typer.echo(duplicate_sentence(stats))
 
 
 @data.command("retry")

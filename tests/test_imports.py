@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "processes": {"errors"},
     "data": LEAVES,
     "layouts": set(),
+    "terminal": set(),
     "model": LEAVES,
     "objectives": LEAVES | {"model"},
     "generate": LEAVES | {"data", "model", "objectives", "train.checkpoint"},
@@ -35,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "api": LEAVES | {"data", "foreign", "generate", "model", "objectives", "train.checkpoint", "train.tracking"},
     "stages": LEAVES | {"data", "eval", "generate", "report", "train"},
     "sweep": LEAVES | {"eval.measures", "stages", "train.tracking", "train.work"},
-    "cli": LEAVES | {"api", "compared", "data", "eval", "export", "report", "stages", "sweep"},
+    "cli": LEAVES | {"api", "compared", "data", "eval", "export", "report", "stages", "sweep", "terminal"},
     "start": {"cli", "processes"},
     "__init__": {"api"},
 }

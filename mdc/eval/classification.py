@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,12 @@ import torch
 from tqdm import tqdm
 
 from mdc.config import EvaluateParams
-from mdc.draws import derive_seed
 from mdc.eval import measures
 from mdc.eval.features import Features
 from mdc.eval.knn import knn_predict
 from mdc.eval.measures import UNKNOWN, Labels
-from mdc.eval.probe import Grid, ProbeResult, linear_probe
+from mdc.eval.probe import ProbeResult
+from mdc.eval.probing import Frozen, passes, probe_seeds
 
 NAMES = {"model": "Trained encoder", "untrained": "Untrained encoder", "pixels": "Raw pixels"}
 MAJORITY = "Most frequent class"
@@ -43,7 +42,8 @@ def classify(
         "test_class_counts": dict(sorted(Counter(labels[test]).items())),
         "classes_only_in_test": unseen,
         "protocol": {
-            "chosen_by": "accuracy on held-out training rows, whole groups at a time, anew for every seed",
+            "chosen_by": "accuracy on held-out training rows, whole groups at a time, anew for every seed; "
+            "within two standard errors of the best, the smallest loss",
             "final_head": "trained again on all training rows",
             "standardisation": "fitted on training rows",
             "penalty": "L2, part of the loss",
@@ -54,19 +54,16 @@ def classify(
         return {**facts, "rows": [], "margins": [], "note": f"{note}; name a column in download.label_column"}, {}
     ids = {name: number for number, name in enumerate(classes)}
     y_train, y_test = (np.array([ids.get(name, UNKNOWN) for name in labels[rows]]) for rows in (train, test))
-    grid = Grid(p.probe_learning_rates, p.probe_weight_decays, p.probe_epochs, p.probe_holdout)
 
     rows, predictions, neighbours = [], {}, {}
-    with tqdm(total=len(found.arrays) * p.probe_seeds * 2 * p.probe_epochs, desc="probe", unit="pass") as progress:
+    total = len(found.arrays) * passes(p, len(y_train), len(classes), None, 1)
+    with tqdm(total=total, desc="probe", unit="pass") as progress:
         for name, array in found.arrays.items():
             x_train, x_test = array[train], array[test]
-            on_epoch = partial(progress.update, 1)
-            tensors = [torch.from_numpy(x).to(device) for x in (x_train, x_test)]
-            results = [
-                linear_probe(tensors[0], y_train, groups[train], tensors[1], len(classes), grid, seed, on_epoch)
-                for seed in (derive_seed(p.seed, "probe", repeat) for repeat in range(p.probe_seeds))
-            ]
-            facts["holdout"] = results[0].holdout
+            results = probe_seeds(
+                {"": Frozen(x_train, x_test)}, y_train, groups[train], len(classes), p, device, progress.update
+            )
+            facts["holdout"] = results[0].choice.holdout
             rows.append(_probe_row(name, results, y_test, [*classes, *unseen]))
             predictions[name] = np.stack([result.predicted for result in results])
             found_k = knn_predict(x_train, y_train, x_test, len(classes), p.knn_k, device)
@@ -101,9 +98,9 @@ def _probe_row(name: str, results: Sequence[ProbeResult], truth: Labels, classes
             )
             for number in recalls[0]
         },
-        "lr": [result.lr for result in results],
-        "weight_decay": [result.weight_decay for result in results],
-        "holdout_accuracy": [result.holdout_accuracy for result in results],
+        "lr": [result.choice.lr for result in results],
+        "weight_decay": [result.choice.weight_decay for result in results],
+        "holdout_accuracy": [result.choice.accuracy for result in results],
         "grid_edge": any(result.grid_edge for result in results),
         "converged": all(result.converged for result in results),
     }

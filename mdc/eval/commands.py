@@ -3,8 +3,11 @@
 import base64
 import html
 import io
+import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +18,19 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mdc import dist
+from mdc.config import EvaluateParams
 from mdc.errors import UserError
 from mdc.eval import retrieval
 from mdc.eval.caption_scores import score_written
 from mdc.eval.frozen import Encode, frozen_features, pixels
 from mdc.eval.labelled import Labelled
-from mdc.eval.probing import (
-    ATTENTIVE_DECAYS,
-    ATTENTIVE_RATES,
-    Frozen,
-    Options,
-    attend_encoder,
-    probe_encoder,
-    warnings,
-)
+from mdc.eval.measures import UNKNOWN
+from mdc.eval.probing import Frozen, attend_encoder, passes, probe_encoder, warnings
 from mdc.eval.references import Referenced
 from mdc.files import whole_folder, write_json, write_manifest
 from mdc.train.checkpoint import LoadedModel
+
+log = logging.getLogger(__name__)
 
 PIXEL_SIZE = 16  # side of the pictures whose raw pixels are a floor
 SHOWN = 24  # pictures on the page of captions
@@ -54,15 +53,38 @@ def floor_of_pixels(size: int = PIXEL_SIZE) -> Encoder:
     return Encoder(f"pixels {size}x{size}", {"": (pixels(size), f"pixels-{size}")})
 
 
+def check_encoders(encoders: Sequence[Encoder], sets: Sequence[Labelled], cache: Path, attentive: bool) -> None:
+    """Have every encoder see one picture, so that what it refuses is told before the work; warn of patch features that
+    the disk of `cache` has no room for.
+    """
+    picture, pictures = sets[0].train.open(0), sum(len(split) for each in sets for split in (each.train, each.test))
+    needed = 0
+    for encoder in encoders:
+        for encode, _ in encoder.poolings.values():
+            encode([picture])
+        if attentive and encoder.patches:
+            needed += encoder.patches[0]([picture]).numel() * np.dtype(np.float16).itemsize * pictures
+    room = shutil.disk_usage(next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())).free
+    if needed > room:
+        log.warning(
+            "the patch features of %d pictures take %.1f GB, and %s has room for %.1f GB; --cache names another folder",
+            pictures, needed / 1e9, cache, room / 1e9,
+        )  # fmt: skip
+
+
 def probe_all(
     encoders: Sequence[Encoder],
     data: Labelled,
-    options: Options,
+    p: EvaluateParams,
+    shots: Sequence[int],
     cache: Path,
     device: torch.device,
     attentive: bool = False,
 ) -> dict[str, Any]:
-    """The table of all encoders on one labelled set, and what its reader must know. attentive: also that probe."""
+    """The table of all encoders on one labelled set, and what its reader must know.
+
+    shots: pictures per class of few-shot probes. attentive: also that probe.
+    """
 
     def made(name: str, encode: Encode, mark: str) -> Frozen:
         splits = (("train", data.train), ("test", data.test))
@@ -76,14 +98,14 @@ def probe_all(
     patches = {each.name: made(each.name, *each.patches) for each in encoders if attentive and each.patches}
     rows: list[dict[str, Any]] = []
     if dist.is_main():
-        heads = sum(len(each) + 1 for each in frozen.values()) * (1 + len(options.shots))
-        total = (heads + len(patches) * (len(ATTENTIVE_RATES) * len(ATTENTIVE_DECAYS) + 1)) * options.seeds
-        total *= options.grid.epochs
+        of = partial(passes, p, len(data.train), len(data.classes))
+        total = sum(of(count, len(poolings)) for poolings in frozen.values() for count in (None, *shots))
+        total += len(patches) * of(None, 1)
         with tqdm(total=total, desc="probe", unit="pass") as progress:
             for name, poolings in frozen.items():
-                rows += probe_encoder(name, poolings, data, options, device, lambda: progress.update())
+                rows += probe_encoder(name, poolings, data, p, shots, device, progress.update)
                 if name in patches:
-                    rows.append(attend_encoder(name, patches[name], data, options, device, lambda: progress.update()))
+                    rows.append(attend_encoder(name, patches[name], data, p, device, progress.update))
     majority = np.bincount(data.train.labels, minlength=len(data.classes)).argmax()
     return {
         "data": data.name,
@@ -93,7 +115,7 @@ def probe_all(
         "most_frequent_class": float((data.test.labels == majority).mean()),
         "headline": "mean_per_class" if data.mean_per_class else "top_1",
         "rows": rows,
-        "warnings": warnings(rows),
+        "warnings": warnings(rows, int((data.test.labels == UNKNOWN).sum())),
     }
 
 

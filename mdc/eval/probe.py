@@ -1,9 +1,10 @@
 """Linear probe on frozen features: a grid of softmax heads trained side by side in one pass over the features.
 
 The protocol, for every seed: a fifth of the training rows is held out, whole groups at a time; every learning rate is
-paired with every L2 penalty; the head with the best accuracy on the held-out rows wins; a head with its settings is
-trained on all training rows; the test rows are seen once, by that head. The penalty is part of the loss, so that a
-converged head is logistic regression with C = 1 / (penalty x rows), whatever its learning rate.
+paired with every L2 penalty; the head with the best accuracy on the held-out rows wins, or of those within two standard
+errors of it the one with the smallest loss there; a head with its settings is trained on all training rows; the test
+rows are seen once, by that head. The penalty is part of the loss, so that a converged head is logistic regression with
+C = 1 / (penalty x rows), whatever its learning rate.
 
 Heads are trained along the principal axes of the features. A rotation leaves loss and penalty as they are, but Adam
 scales each axis by itself: where features are as correlated as those of encoders, far fewer passes are needed.
@@ -24,9 +25,12 @@ from mdc.eval.measures import Labels
 # N rows, D feature width, H heads, C classes, B rows of a batch
 
 BATCH = 256  # rows per update, at most
-UPDATES = 8  # per pass, at least, so that small sets converge as well
+PASSES = 60  # over the rows, where that is within the next two
+UPDATES = 600, 8000  # of a training: what small sets need to converge, and what suffices for large ones
+FEWEST_PASSES = 4  # over the largest sets
 ROWS_AT_ONCE = 4096  # where no update waits
 RANKED = 5  # classes of a test row that are kept
+SAME_LOSS = 0.01  # nats a row
 CONVERGED = 0.02  # largest gradient norm at the end, as a share of that at the start
 
 
@@ -36,23 +40,66 @@ class Grid:
 
     learning_rates: Sequence[float]
     weight_decays: Sequence[float]
-    epochs: int
-    holdout: float  # share of the training rows
+    epochs: int  # passes; 0 = as many as `passes_over` says
 
     @property
     def cells(self) -> list[tuple[float, float]]:
         """Every (learning rate, weight decay)."""
         return [(lr, decay) for lr in self.learning_rates for decay in self.weight_decays]
 
-    def at_edge(self, lr: float, decay: float, converged: bool) -> bool:
-        """Whether a value beyond the grid might have been better.
 
-        A penalty of zero has nothing below it, and a converged head would be the same at any learning rate.
+def passes_over(rows: int, epochs: int, usual: int = PASSES) -> int:
+    """How often to go over so many rows: `epochs`, or, where that is 0, what their number asks for."""
+    fewest, most = (math.ceil(updates / math.ceil(rows / BATCH)) for updates in UPDATES)
+    return epochs or max(FEWEST_PASSES, min(max(usual, fewest), most))
+
+
+@dataclass(frozen=True)
+class Judged:
+    """How H heads did on held-out rows."""
+
+    right_H: np.ndarray
+    loss_H: np.ndarray  # cross-entropy, summed over the rows
+    rows: int
+
+    @property
+    def accuracy_H(self) -> np.ndarray:
+        return self.right_H / self.rows
+
+    @property
+    def equal_H(self) -> np.ndarray:
+        """Heads whose accuracy is within two standard errors of the best one: rows as few cannot tell them apart."""
+        best = self.accuracy_H.max()
+        return self.accuracy_H >= best - 2 * math.sqrt(best * (1 - best) / self.rows)
+
+    @property
+    def best(self) -> int:
+        """Of equal heads that with the smallest loss, which varies less from one choice of rows to the next."""
+        return int(np.where(self.equal_H, self.loss_H, np.inf).argmin())
+
+    def beyond(self, values: Sequence[float]) -> bool:
+        """Whether a value beyond those tried might have been better: the best head has the smallest or the largest, and
+        no head with another one is equal and has a loss as small, to `SAME_LOSS`. Nothing lies below a value of zero.
         """
-        rates, decays = sorted(self.learning_rates), sorted(self.weight_decays)
-        rate_edge = len(rates) > 1 and lr in (rates[0], rates[-1]) and not converged
-        decay_edge = len(decays) > 1 and (decay == decays[-1] or (decay == decays[0] and decay > 0))
-        return rate_edge or decay_edge
+        ends = np.isin(values, [max(values), min(values) or max(values)])
+        as_good = self.equal_H & (self.loss_H <= self.loss_H[self.best] + SAME_LOSS * self.rows)
+        return len(set(values)) > 1 and bool(ends[self.best]) and not (as_good & ~ends).any()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best settings on the held-out rows; accuracy None where none could be held out and nothing was chosen.
+
+    rate_edge, decay_edge: whether a learning rate or a penalty beyond those tried might have been better.
+    """
+
+    lr: float
+    weight_decay: float
+    holdout: int = 0  # rows on which it was chosen
+    accuracy: float | None = None
+    rate_edge: bool = False
+    decay_edge: bool = False
+    pooling: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,26 +107,18 @@ class ProbeResult:
     """One seed's outcome."""
 
     ranked: Labels  # of the test rows: the likeliest classes, `[M, RANKED]` or as many as there are, likeliest first
-    lr: float
-    weight_decay: float
-    holdout: int  # rows on which it was chosen
-    holdout_accuracy: float
-    grid_edge: bool
+    choice: Choice
+    train: int  # rows of the final head
     converged: bool
 
     @property
     def predicted(self) -> Labels:
         return self.ranked[:, 0]
 
-
-@dataclass(frozen=True)
-class Choice:
-    """The best settings of the grid on the held-out rows."""
-
-    lr: float
-    weight_decay: float
-    holdout: int  # rows on which it was chosen
-    accuracy: float
+    @property
+    def grid_edge(self) -> bool:
+        """A converged head would be the same at any learning rate."""
+        return self.choice.decay_edge or (self.choice.rate_edge and not self.converged)
 
 
 @dataclass(frozen=True)
@@ -96,6 +135,16 @@ class Heads:
             [_logits(chunk, self.weight_DHC, self.bias_HC).argmax(-1) for chunk in features_ND.split(ROWS_AT_ONCE)]
         )
 
+    def judge(self, features_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Right rows of every head, and the sum over rows of its cross-entropy, each `[H]`."""
+        right_H, loss_H = torch.zeros(2, self.bias_HC.shape[0], dtype=torch.double, device=features_ND.device)
+        for rows_BD, truth_B in zip(features_ND.split(ROWS_AT_ONCE), labels_N.split(ROWS_AT_ONCE), strict=True):
+            logits_BHC = _logits(rows_BD, self.weight_DHC, self.bias_HC)
+            right_H += (logits_BHC.argmax(-1) == truth_B[:, None]).sum(0)
+            chosen_BH1 = truth_B[:, None, None].expand(-1, logits_BHC.shape[1], 1)
+            loss_H -= logits_BHC.log_softmax(-1).gather(2, chosen_BH1).sum((0, 2), dtype=torch.double)
+        return right_H, loss_H
+
     def ranked(self, features_ND: Tensor, head: int = 0) -> Tensor:
         """The likeliest classes of every row by one head, `[N, RANKED]` or as many as there are, likeliest first."""
         weight_D1C, bias_1C = self.weight_DHC[:, head : head + 1], self.bias_HC[head : head + 1]
@@ -103,45 +152,35 @@ class Heads:
         return torch.cat([chunk.topk(min(RANKED, chunk.shape[1])).indices for chunk in logits])
 
 
-def linear_probe(
-    train: Tensor,
-    labels: Labels,
-    groups: Sequence[str],
-    test: Tensor,
-    classes: int,
-    grid: Grid,
-    seed: int,
-    on_epoch: Callable[[], object] = lambda: None,
-) -> ProbeResult:
-    """Choose a head on a part of train and predict the classes of test.
-
-    train: `[N, D]` floats. labels: `[N]` classes 0 .. classes - 1. groups: `[N]` names; rows of one group are held out
-    together. test: `[M, D]`. on_epoch: called after each of the `2 * epochs` passes.
-    """
-    choice = choose_head(train, labels, groups, classes, grid, seed, on_epoch)
-    return fit_head(train, labels, test, classes, grid, choice, seed, on_epoch)
-
-
 def choose_head(
     train: Tensor,
     labels: Labels,
-    groups: Sequence[str],
+    folds: Sequence[np.ndarray],
     classes: int,
     grid: Grid,
     seed: int,
     on_epoch: Callable[[], object] = lambda: None,
 ) -> Choice:
-    """Train all heads of the grid on a part of train, and take the one that is best on the rest."""
-    held = torch.from_numpy(held_out(groups, grid.holdout, derive_seed(seed, "holdout"))).to(train.device)
-    truth = torch.from_numpy(labels).to(train.device)
-    scale = Scale.of(train[~held])
-    heads = train_heads(
-        scale(train[~held]), truth[~held], classes, grid.cells, grid.epochs, derive_seed(seed, "grid"), on_epoch
+    """Train all heads of the grid on a part of train, and take the one that is best on the rest.
+
+    train: `[N, D]` floats. labels: `[N]` classes 0 .. classes - 1. folds: rows that are held out, `[N]` bool; several
+    folds are held out in turn, and their rows count together. on_epoch: called after each pass.
+    """
+    truth, rows = torch.from_numpy(labels).to(train.device), int(sum(fold.sum() for fold in folds))
+    right_H, loss_H = torch.zeros(2, len(grid.cells), dtype=torch.double, device=train.device)
+    for number, fold in enumerate(folds):
+        held, some = torch.from_numpy(fold).to(train.device), derive_seed(seed, "grid", number)
+        scale = Scale.of(train[~held])
+        epochs = passes_over(len(train) - int(fold.sum()), grid.epochs)
+        heads = train_heads(scale(train[~held]), truth[~held], classes, grid.cells, epochs, some, on_epoch)
+        right, loss = heads.judge(scale(train[held]), truth[held])
+        right_H, loss_H = right_H + right, loss_H + loss
+    judged = Judged(right_H.cpu().numpy(), loss_H.cpu().numpy(), rows)
+    rates, decays = zip(*grid.cells, strict=True)
+    best = judged.best
+    return Choice(
+        rates[best], decays[best], rows, float(judged.accuracy_H[best]), judged.beyond(rates), judged.beyond(decays)
     )
-    correct_H = (heads.predict(scale(train[held])) == truth[held, None]).float().mean(0)
-    best = int(correct_H.argmax())
-    lr, decay = grid.cells[best]
-    return Choice(lr, decay, int(held.sum()), float(correct_H[best]))
 
 
 def fit_head(
@@ -149,25 +188,18 @@ def fit_head(
     labels: Labels,
     test: Tensor,
     classes: int,
-    grid: Grid,
+    epochs: int,
     choice: Choice,
     seed: int,
     on_epoch: Callable[[], object] = lambda: None,
 ) -> ProbeResult:
-    """Train the chosen head on all of train, and rank the classes of test."""
+    """Train the chosen head on all of train, and rank the classes of test, `[M, D]`. epochs: as of `Grid`."""
     truth, scale = torch.from_numpy(labels).to(train.device), Scale.of(train)
     cells = [(choice.lr, choice.weight_decay)]
-    final = train_heads(scale(train), truth, classes, cells, grid.epochs, derive_seed(seed, "final"), on_epoch)
+    passes = passes_over(len(train), epochs)
+    final = train_heads(scale(train), truth, classes, cells, passes, derive_seed(seed, "final"), on_epoch)
     converged = bool(final.gradient_H[0] <= CONVERGED)
-    return ProbeResult(
-        ranked=final.ranked(scale(test)).cpu().numpy(),
-        lr=choice.lr,
-        weight_decay=choice.weight_decay,
-        holdout=choice.holdout,
-        holdout_accuracy=choice.accuracy,
-        grid_edge=grid.at_edge(choice.lr, choice.weight_decay, converged),
-        converged=converged,
-    )
+    return ProbeResult(final.ranked(scale(test)).cpu().numpy(), choice, len(labels), converged)
 
 
 def held_out(groups: Sequence[str], share: float, seed: int) -> np.ndarray:
@@ -229,7 +261,7 @@ def train_heads(
         torch.zeros(len(cells), classes, device=device),
     ]
     optimiser = torch.optim.Adam(parameters, lr=1.0, fused=True)
-    batches = min(len(features_ND), max(UPDATES, math.ceil(len(features_ND) / BATCH)))
+    batches = math.ceil(len(features_ND) / BATCH)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs * batches)
     start_H = _gradient_norm(features_ND, onehot_NC, parameters[0], parameters[1], decay_H)
     for _ in range(epochs):

@@ -3,19 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich import box
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
 from mdc.eval.answers import Answers, answer, averages, captions_of
 from mdc.eval.benchmarks import Benchmark, Picture
-
-
-def show(*tables: Table) -> None:
-    console = Console()
-    for table in tables:
-        console.print(table)
 
 
 def percent(value: float | None) -> str:
@@ -34,19 +28,29 @@ def asked(model: Any, benchmark: Benchmark, scorers: Sequence[str], draws: int, 
         return answer(model, benchmark, see, scorers, draws, seed, progress.update)
 
 
+def _table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
+    """names: columns of text, which fold where there is little room. numbers: columns that never do."""
+    table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD)
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 def answer_table(answers: Sequence[Answers]) -> Table:
     """A line per set and scorer; the averages of several sets at the end."""
-    table = Table(title="The caption above its foils, % (a tie counts as a fair coin)")
-    for name in ("set", "scorer"):
-        table.add_column(name)
-    for name in ("score", "macro", "blind", "pmi", "chance", "ties", "questions"):
-        table.add_column(name, justify="right")
+    table = _table(
+        "The caption above its foils, % (a tie counts as a fair coin; ± one standard error)",
+        ("set", "scorer"),
+        ("score", "macro", "blind", "pmi", "chance", "ties", "asked"),
+    )
     records = [record for each in answers for record in each.records]
     for r in records:
         table.add_row(
             r["set"],
             r["scorer"],
-            f"{percent(r['score'])} ± {percent(r['score_stderr'])}",
+            f"{percent(r['score'])} ±{percent(r['score_stderr'])}",
             percent(r.get("score_macro")),
             percent(r["blind"]),
             percent(r["pmi"]),
@@ -63,12 +67,12 @@ def answer_table(answers: Sequence[Answers]) -> Table:
 
 def probe_table(results: Mapping[str, Any]) -> Table:
     """A line per features and method, with intervals where there are several seeds."""
-    title = f"{results['data']}: {results['train']} pictures to train on, {results['test']} to test with"
-    table = Table(title=f"{title}; the most frequent class {percent(results['most_frequent_class'])} %")
-    table.add_column("features")
-    table.add_column("method")
-    for name in ("top-1 %", "top-5 %", "mean per class %", "trained on"):
-        table.add_column(name, justify="right")
+    table = _table(
+        f"{results['data']}: {results['train']} pictures to train on, {results['test']} to test with; the most "
+        f"frequent class {percent(results['most_frequent_class'])} %; ± half of a 95 % interval over seeds",
+        ("encoder", "method"),
+        ("top-1 %", "top-5 %", "mean of\nclasses %", "trained\non"),
+    )
     for row in results["rows"]:
         values = [_with_interval(row, name) for name in ("top_1", "top_5", "mean_per_class")]
         table.add_row(row["features"], row["method"], *values, str(row["train"]))
@@ -78,17 +82,18 @@ def probe_table(results: Mapping[str, Any]) -> Table:
 def _with_interval(row: Mapping[str, Any], name: str) -> str:
     if name not in row:
         return "–"
-    low, high = row[f"{name}_low"], row[f"{name}_high"]
-    return percent(row[name]) + ("" if low == high else f" ({percent(low)}–{percent(high)})")
+    mean, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
+    return percent(mean) + ("" if low == high else f" ±{percent(max(mean - low, high - mean))}")
 
 
 def retrieval_table(results: Mapping[str, Any]) -> Table:
-    table = Table(title=f"{results['pictures']} pictures and {results['texts']} texts, {results['scorer']}")
-    table.add_column("find")
-    table.add_column("by")
     recalls = list(results["picture_to_text"]["score"])
-    for name in recalls:
-        table.add_column(f"{name.replace('_', ' ')} %", justify="right")
+    table = _table(
+        f"{results['pictures']} pictures and {results['texts']} texts found among each other by {results['scorer']}: "
+        "recall, %",
+        ("find", "by"),
+        [name.removeprefix("recall_").replace("_", " ") for name in recalls],
+    )
     for way, name in (("picture_to_text", "texts"), ("text_to_picture", "pictures")):
         for by, values in results[way].items():
             table.add_row(name, by, *(percent(values[recall]) for recall in recalls))
@@ -96,23 +101,24 @@ def retrieval_table(results: Mapping[str, Any]) -> Table:
 
 
 def zero_shot_table(results: Mapping[str, Any]) -> Table:
-    title = f"{results['data']}: {results['pictures']} pictures, {results['classes']} classes, {results['scorer']}"
-    table = Table(title=f"{title}; chance {percent(results['chance'])} %")
-    table.add_column("by")
-    for name in results["score"]:
-        table.add_column(f"{name.replace('_', '-')} %", justify="right")
+    table = _table(
+        f"{results['data']}: {results['pictures']} pictures, {results['classes']} classes, {results['scorer']}; chance "
+        f"{percent(results['chance'])} %",
+        ("by",),
+        [f"{name.replace('_', '-')} %" for name in results["score"]],
+    )
     for by in ("score", "pmi", "blind"):
         table.add_row(by, *map(percent, results[by].values()))
     return table
 
 
 def caption_table(results: Mapping[str, Any]) -> Table:
-    table = Table(title=f"Captions of {results['pictures']} pictures with {results['references']} references")
-    for name in ("sampler", "length"):
-        table.add_column(name)
     measures = ("cider", "bleu_1", "bleu_4", "rouge_l")
-    for name in (*measures, "CIDEr blind"):
-        table.add_column(name, justify="right")
+    table = _table(
+        f"Captions of {results['pictures']} pictures with {results['references']} references",
+        ("sampler",),
+        ("length", *measures, "cider\nblind"),
+    )
     for row in results["rows"]:
         values = [f"{row[name]:.3f}" for name in measures]
         table.add_row(row["sampler"], str(row["length"]), *values, f"{row['blind']['cider']:.3f}")

@@ -1,6 +1,7 @@
 """The commands that measure any checkpoint, as users call them."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,6 +109,46 @@ def test_probe(model: Path, pictures: Path, tmp_path: Path) -> None:
     assert layer.exit_code == 0, layer.output
     assert "0 to 0" in str(refused("probe", f"imagefolder:{pictures}", "--model", model, *quick, "--layer", 1))
     assert "no list of numbers" in str(refused("probe", f"imagefolder:{pictures}", "--weight-decays", "a,b"))
+
+
+def test_mistakes_of_a_probe_are_told_before_the_work(model: Path, pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    (tmp_path / "file").touch()
+    good, cache = f"imagefolder:{pictures}", tmp_path / "cache"
+    for arguments, message in (
+        ((good, "--shots", "1,0"), "'0' is no whole number from 1"),
+        ((good, "--shots", "2.5"), "'2.5' is no whole number from 1"),
+        ((good, "--learning-rates", "0.1,0"), "learning_rates.1 = 0.0: input should be greater than 0"),
+        ((good, "--weight-decays=-1"), "weight_decays.0 = -1.0: input should be greater than or equal to 0"),
+        ((good, "--weight-decays", "nan"), "weight_decays.0 = nan"),
+        ((good, "--learning-rates", ""), "learning_rates = []"),
+        ((good, "--seeds", 0), "probe_seeds = 0"),
+        ((good, "--epochs=-1"), "probe_epochs = -1"),
+        ((good, "--poolings", "mean,maxx"), "did you mean 'max'"),
+        ((good, "--layer", 9), "0 to 0"),
+        ((good, "--out", tmp_path / "mine"), "would be replaced"),
+        ((good, "--out", tmp_path / "file"), "would be replaced"),
+        ((good, "--out", tmp_path / "file" / "out"), "cannot be made"),
+        ((good, f"imagefolder:{tmp_path}/none"), "has no folders train and"),
+        ((f"torchvision:fashion_mnist@{tmp_path}",), "FashionMNIST is not under"),
+        ((f"folder:{pictures}",), "unknown kind of labelled data 'folder'"),
+        ((f"shards:{tmp_path}",), "mdc stage shard"),
+        ((f"webdataset:{tmp_path}",), "has no train*.tar"),
+    ):
+        error = refused("probe", *arguments, "--model", model, "--cache", cache, "--device", "cpu")
+        assert message in str(error), arguments
+    assert not cache.exists()
+    assert [file.name for file in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+def test_a_class_that_train_lacks_is_told(model: Path, pictures: Path, tmp_path: Path) -> None:
+    shutil.copytree(pictures, tmp_path / "pictures")
+    shutil.copytree(pictures / "test" / "red", tmp_path / "pictures" / "test" / "violet")
+    quick = ("--epochs", 5, "--seeds", 1, "--cache", tmp_path / "cache", "--device", "cpu", "--no-floors")
+    done = run("probe", f"imagefolder:{tmp_path}/pictures", "--model", model, *quick)
+    assert done.exit_code == 0, done.output
+    assert "4 test pictures are of classes that no training picture has" in done.output
 
 
 def test_retrieve_and_zeroshot(model: Path, pictures: Path, tmp_path: Path) -> None:

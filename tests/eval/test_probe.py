@@ -5,9 +5,9 @@ from sklearn.linear_model import LogisticRegression
 
 from mdc.eval.knn import knn_predict
 from mdc.eval.measures import UNKNOWN, accuracy, balanced_accuracy, recall_by_class, summarise
-from mdc.eval.probe import Grid, Scale, held_out, linear_probe, train_heads
+from mdc.eval.probe import Choice, Grid, Judged, ProbeResult, Scale, choose_head, fit_head, held_out, train_heads
 
-GRID = Grid(learning_rates=(0.01, 0.03, 0.1), weight_decays=(1e-4, 1e-2, 1e-1, 1.0), epochs=30, holdout=0.2)
+GRID = Grid(learning_rates=(0.01, 0.03, 0.1), weight_decays=(1e-6, 1e-4, 1e-2, 1e-1, 1.0), epochs=60)
 
 
 def blobs(rows: int, seed: int, classes: int = 4, width: int = 12) -> tuple[np.ndarray, np.ndarray]:
@@ -18,9 +18,11 @@ def blobs(rows: int, seed: int, classes: int = 4, width: int = 12) -> tuple[np.n
     return (centres[labels] + random.normal(size=(rows, width))).astype(np.float32), labels
 
 
-def probe(train, labels, test, classes=4, groups=None, grid=GRID, seed=0):
-    groups = groups if groups is not None else [str(i) for i in range(len(labels))]
-    return linear_probe(torch.from_numpy(train), labels, groups, torch.from_numpy(test), classes, grid, seed)
+def probe(train, labels, test, classes=4, grid=GRID, seed=0) -> ProbeResult:
+    folds = [held_out([str(i) for i in range(len(labels))], 0.2, seed)]
+    train, test = torch.from_numpy(train), torch.from_numpy(test)
+    choice = choose_head(train, labels, folds, classes, grid, seed)
+    return fit_head(train, labels, test, classes, grid.epochs, choice, seed)
 
 
 def test_a_converged_head_is_logistic_regression() -> None:
@@ -28,7 +30,7 @@ def test_a_converged_head_is_logistic_regression() -> None:
     test, _ = blobs(400, 2)
     scale = Scale.of(torch.from_numpy(train))
     x, penalty = scale(torch.from_numpy(train)), 1e-2
-    heads = train_heads(x, torch.from_numpy(labels), 4, [(0.03, penalty)], epochs=100, seed=0)
+    heads = train_heads(x, torch.from_numpy(labels), 4, [(0.03, penalty)], epochs=200, seed=0)
     exact = LogisticRegression(C=1 / (penalty * len(x)), max_iter=1000, tol=1e-8).fit(x.numpy(), labels)
     centred = heads.weight_DHC[:, 0] - heads.weight_DHC[:, 0].mean(1, keepdim=True)
     np.testing.assert_allclose(centred.T, exact.coef_ - exact.coef_.mean(0), atol=0.03)
@@ -77,7 +79,7 @@ def test_scale_and_offset_of_the_features_change_nothing() -> None:
     train, labels = blobs(400, 1)
     test, _ = blobs(200, 2)
     plain, scaled = probe(train, labels, test), probe(train * 1000 + 5, labels, test * 1000 + 5)
-    assert (plain.lr, plain.weight_decay) == (scaled.lr, scaled.weight_decay)
+    assert plain.choice.weight_decay == scaled.choice.weight_decay
     assert (plain.predicted == scaled.predicted).mean() > 0.99
 
 
@@ -107,28 +109,64 @@ def test_same_seed_same_result_and_other_seed_other_holdout() -> None:
 
 def test_a_head_that_cannot_learn_enough_is_reported() -> None:
     train, labels = blobs(400, 1)
-    slow = Grid(learning_rates=(1e-5, 2e-5), weight_decays=(1e-4, 1e-3, 1e-2), epochs=2, holdout=0.2)
+    slow = Grid(learning_rates=(1e-5, 2e-5), weight_decays=(1e-4, 1e-3, 1e-2), epochs=2)
     result = probe(train, labels, train, grid=slow)
     assert not result.converged
     assert result.grid_edge
 
 
+def judged(accuracies: list[float], losses: list[float]) -> Judged:
+    return Judged(np.array(accuracies) * 400, np.array(losses) * 400, 400)
+
+
+def test_equal_heads_are_told_apart_by_their_loss() -> None:
+    """A standard error of 0.8 on 400 rows is 0.02."""
+    assert judged([0.80, 0.77, 0.75], [0.6, 0.5, 0.4]).best == 1
+    assert judged([0.80, 0.70, 0.75], [0.6, 0.5, 0.4]).best == 0
+
+
 @pytest.mark.parametrize(
-    ("lr", "decay", "converged", "edge"),
+    ("accuracies", "losses", "edge"),
     [
-        (0.03, 1e-2, True, False),
-        (0.03, 1.0, True, True),
-        (0.03, 1e-4, True, True),
-        (0.1, 1e-2, False, True),
-        (0.1, 1e-2, True, False),
+        ([0.80, 0.70, 0.60], [0.5, 0.6, 0.7], True),  # the end beats all others
+        ([0.79, 0.79, 0.60], [0.5, 0.6, 0.7], True),
+        ([0.79, 0.79, 0.60], [0.5, 0.503, 0.7], False),  # one within is as good
+        ([0.70, 0.80, 0.60], [0.6, 0.5, 0.7], False),
+        ([0.60, 0.70, 0.80], [0.7, 0.6, 0.5], True),
     ],
 )
-def test_edges_of_the_grid(lr: float, decay: float, converged: bool, edge: bool) -> None:
-    assert GRID.at_edge(lr, decay, converged) == edge
+def test_edges_of_the_grid(accuracies: list[float], losses: list[float], edge: bool) -> None:
+    assert judged(accuracies, losses).beyond([1e-4, 1e-2, 1.0]) == edge
 
 
 def test_nothing_lies_below_no_penalty() -> None:
-    assert not Grid((0.1,), (0.0, 1e-3), 1, 0.2).at_edge(0.1, 0.0, converged=True)
+    best_first = judged([0.8, 0.7], [0.5, 0.6])
+    assert best_first.beyond([1e-4, 1e-3])
+    assert not best_first.beyond([0.0, 1e-3])
+    assert not best_first.beyond([0.1, 0.1])
+
+
+def test_a_converged_head_is_the_same_at_any_learning_rate() -> None:
+    ranked = np.zeros((1, 1), dtype=np.int64)
+    edge = Choice(0.1, 1e-2, 10, 0.5, rate_edge=True)
+    assert ProbeResult(ranked, edge, 50, converged=False).grid_edge
+    assert not ProbeResult(ranked, edge, 50, converged=True).grid_edge
+    assert ProbeResult(ranked, Choice(0.1, 1e-2, 10, 0.5, decay_edge=True), 50, converged=True).grid_edge
+
+
+def test_a_grid_that_ends_too_early_is_told() -> None:
+    train, labels = blobs(400, 1)
+    result = probe(train, labels, train, grid=Grid((0.03,), (1.0, 3.0, 10.0, 30.0), 60))
+    assert result.choice.weight_decay == 1.0
+    assert result.grid_edge
+
+
+def test_folds_are_held_out_in_turn() -> None:
+    train, labels = blobs(60, 1)
+    folds = [np.arange(60) % 3 == fold for fold in range(3)]
+    choice = choose_head(torch.from_numpy(train), labels, folds, 4, GRID, 0)
+    assert choice.holdout == 60
+    assert 0.5 < (choice.accuracy or 0) < 1
 
 
 def test_groups_are_held_out_whole() -> None:
