@@ -195,11 +195,4 @@ class Captioner:
 
     @torch.no_grad()
     def _encoded(self, images_BCHW: Tensor, layer: int | None = None) -> Tensor:
-        if layer is None:
-            return self.model.encode(images_BCHW)  # type: ignore[operator]
-        vit: Any = self.model.encoder.vit  # type: ignore[union-attr]
-        if not -len(vit.blocks) <= layer < len(vit.blocks):
-            raise UserError(f"layer {layer}: the encoder has blocks 0 to {len(vit.blocks) - 1}")
-        return vit.forward_intermediates(
-            images_BCHW, indices=[layer % len(vit.blocks)], norm=True, output_fmt="NLC", intermediates_only=True
-        )[0]
+        return self.model.encode(images_BCHW, layer)  # type: ignore[operator]

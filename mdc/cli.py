@@ -43,6 +43,7 @@ AnyModel = Annotated[
 ]
 Output = Annotated[Path | None, typer.Option("--out", help="Folder for tables and single scores; it is replaced.")]
 Scorers = Annotated[str, typer.Option("--scorers", help="Names with commas between; empty = all that fit the model.")]
+Layer = Annotated[int | None, typer.Option(help="Block of the encoder, from 0, or -1 the last; for our models.")]
 MODEL = "outputs/model"
 EVALUATE = EvaluateParams()  # the protocol of the stage is that of the commands
 
@@ -83,12 +84,14 @@ def stage(
     """Run one stage of the pipeline, without DVC or Prefect."""
     from mdc.config import load_params
     from mdc.processes import end_with_parent
-    from mdc.stages import run_stage
+    from mdc.stages import is_first_rank, run_stage
 
     if "DVC_ROOT" in os.environ:  # `dvc repro` runs this: a killed one must not leave a writer behind
         end_with_parent()
     try:
-        typer.echo(f"{name}: wrote {run_stage(name, load_params(params))}")
+        made = run_stage(name, load_params(params))
+        if is_first_rank():
+            typer.echo(f"{name}: wrote {made}")
     except (KeyboardInterrupt, Terminated) as stop:
         typer.echo(f"error: stage {name} was told to end; run the same command to continue", err=True)
         raise typer.Exit(130 if isinstance(stop, KeyboardInterrupt) else 143) from None
@@ -289,9 +292,7 @@ def probe(
         EVALUATE.probe_weight_decays
     ),
     poolings: Annotated[str, typer.Option(help="Of patches, with commas between: mean, max; for our models.")] = "mean",
-    layer: Annotated[
-        int | None, typer.Option(help="Block of the encoder, from 0, or -1 the last; for our models.")
-    ] = None,
+    layer: Layer = None,
     attentive: Annotated[bool, typer.Option(help="Also a probe that attends to the patches; for our models.")] = False,
     floors: Annotated[bool, typer.Option(help="Also raw pixels and the untrained encoder.")] = True,
     cache: Annotated[Path, typer.Option(help="Where features are kept.")] = Path("runs/features"),
@@ -439,18 +440,30 @@ index_app = typer.Typer(help="Keep an index of pictures: add and remove.", no_ar
 app.add_typer(index_app, name="index")
 
 
+def _vectors(model: str, pictures: list[Path], layer: int | None) -> tuple[Any, str]:
+    """Features of pictures, and what an index calls their origin."""
+    import mdc
+
+    if layer is None:
+        loaded = mdc.load(model)
+        return loaded.encode(pictures).numpy(), loaded.fingerprint
+    ours = _captioner(model)
+    return ours.encode(pictures, layer=layer).numpy(), ours.loaded.mark(layer)
+
+
 @app.command()
 def search(
     pictures: Annotated[list[Path], typer.Argument(help="Pictures to look for.")],
     index: Index = INDEX,
     model: AnyModel = MODEL,
     neighbours: Annotated[int, typer.Option("-k", min=1, help="Of each picture.")] = 10,
+    layer: Layer = None,
 ) -> None:
     """Find the pictures whose features are nearest, by cosine."""
     from mdc.eval.index import CosineIndex
 
-    found, loaded = CosineIndex.load(index), mdc.load(model)
-    similarities, uids = found.search(loaded.encode(pictures).numpy(), neighbours, loaded.fingerprint)
+    vectors, mark = _vectors(model, pictures, layer)
+    similarities, uids = CosineIndex.load(index).search(vectors, neighbours, mark)
     for picture, row, names in zip(pictures, similarities.tolist(), uids.tolist(), strict=True):
         for similarity, uid in zip(row, names, strict=True):
             typer.echo(f"{picture}\t{similarity:.4f}\t{uid}")
@@ -461,16 +474,16 @@ def add(
     pictures: Annotated[list[Path], typer.Argument(help="Pictures; their path as given is their uid.")],
     index: Index,
     model: AnyModel = MODEL,
+    layer: Layer = None,
 ) -> None:
     """Add pictures to an index, which is made if there is none."""
     from mdc.eval.index import CURRENT, CosineIndex
 
-    loaded, uids = mdc.load(model), list(map(str, pictures))
-    vectors = loaded.encode(pictures).numpy()
+    uids, (vectors, mark) = list(map(str, pictures)), _vectors(model, pictures, layer)
     if (index / CURRENT).is_file():
-        grown = CosineIndex.load(index).add(uids, vectors, loaded.fingerprint)
+        grown = CosineIndex.load(index).add(uids, vectors, mark)
     else:
-        grown = CosineIndex.build(uids, vectors, loaded.fingerprint)
+        grown = CosineIndex.build(uids, vectors, mark)
     grown.save(index)
     typer.echo(f"{index}: {len(grown)} pictures, recall@10 {grown.facts.recall_at_10:.3f}")
 

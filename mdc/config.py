@@ -46,6 +46,7 @@ class PathParams(Section):
     data: str = "data"  # downloads, captions, shards
     outputs: str = "outputs"  # model, features, scores, report
     runs: str = "runs"  # checkpoints of trainings under way; not versioned
+    cache: str = ""  # features that are kept by a hash of weights, transform and data; "" = features within runs
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -60,6 +61,11 @@ class PathParams(Section):
         for folder in map(Path.absolute, made):
             if Path(place).absolute().is_relative_to(folder):
                 raise ValueError(f"{name} {place} lies in {folder}, which a stage replaces; take another folder")
+
+    @property
+    def kept(self) -> Path:
+        """The folder of `cache`."""
+        return Path(self.cache) if self.cache else Path(self.runs) / "features"
 
 
 class DownloadParams(Section):
@@ -269,6 +275,7 @@ class ExtractParams(Section):
     """Frozen features and their index."""
 
     batch_size: int = Field(256, ge=1)
+    layer: int | None = None  # block of the encoder, from 0 or, from its end, -1; None = the last
     floors: bool = True  # also the untrained encoder and raw pixels
     pixel_size: int = Field(16, ge=1)  # side of the pictures whose raw pixels are the floor
 
@@ -366,6 +373,7 @@ class ComputeParams(Section):
     distributor: Literal["multiprocessing", "ray"] = "multiprocessing"  # of downloads: this machine, or a cluster
     ray_address: str = "auto"  # of the cluster's head; auto = the one that runs on this machine
     data_workers: int = Field(1, ge=1)  # processes of the caption and shard stages
+    kept_features_gb: float = Field(100.0, ge=0)  # of paths.cache, above which those not used for longest are removed
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -622,6 +630,7 @@ def load_sweep(path: Path, params_path: Path, variant: str = "") -> SweepPlan:
                 "paths": {
                     "outputs": str(outputs / folder / f"seed-{seed}"),
                     "runs": str(work / folder / f"seed-{seed}"),
+                    "cache": str(start.paths.kept),  # floors that runs have in common are made once
                 },
                 "tracking": {"run_name": f"{name}: {cell}, seed {seed}"},
             }

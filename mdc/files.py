@@ -29,6 +29,13 @@ def fingerprint(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def code_version(*patterns: str) -> str:
+    """A hash of this package's source, or of the files that match one of the patterns."""
+    root = Path(__file__).parent
+    paths = {path for pattern in patterns or ("**/*.py",) for path in root.glob(pattern)}
+    return fingerprint({str(path.relative_to(root)): sha256(path) for path in sorted(paths)})
+
+
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:

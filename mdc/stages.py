@@ -5,6 +5,7 @@ checkpoints) lies under `runs/`, in a folder named by a fingerprint of all that 
 before it reruns a stage, and a change of data or parameters must not resume from work done for others.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ def _pretrain(params: Params, at: Folders) -> None:
 def _extract(params: Params, at: Folders) -> None:
     from mdc.eval.features import extract_features
 
-    extract_features(params, at.shards, at.model, at.features)
+    extract_features(params, at.shards, at.model, params.paths.kept, at.features)
 
 
 def _evaluate(params: Params, at: Folders) -> None:
@@ -88,8 +89,9 @@ def _evaluate(params: Params, at: Folders) -> None:
     from mdc.train.tracking import log_evaluation
 
     evaluate(params, at.shards, at.model, at.features, at.evaluation)
-    model = read_manifest(at.model, made_by="pretrain")
-    log_evaluation(params, model["fingerprint"], read_json(at.evaluation / "metrics.json"), model["counts"]["images"])
+    model, features = read_manifest(at.model, made_by="pretrain"), read_manifest(at.features, made_by="extract")
+    metrics = read_json(at.evaluation / "metrics.json")
+    log_evaluation(params, model["fingerprint"], metrics, model["counts"]["images"], features.get("layer"))
 
 
 def _report(params: Params, at: Folders) -> None:
@@ -108,6 +110,7 @@ class Stage:
     output: Callable[[Folders], Path]  # the one folder it makes
     reads: tuple[str, ...] = ()  # the stages whose folders it reads
     unread: tuple[str, ...] = ()  # endings of their files whose contents it compares itself, in its preflight
+    shared: bool = False  # whether it may be run by all ranks that torchrun starts, of which the first writes
 
 
 STAGES: dict[str, Stage] = {
@@ -115,7 +118,7 @@ STAGES: dict[str, Stage] = {
     "caption": Stage(_caption, lambda at: at.captions, ("download",)),
     "shard": Stage(_shard, lambda at: at.shards, ("download", "caption")),
     "pretrain": Stage(_pretrain, lambda at: at.model, ("shard",), unread=(".tar",)),
-    "extract": Stage(_extract, lambda at: at.features, ("shard", "pretrain")),
+    "extract": Stage(_extract, lambda at: at.features, ("shard", "pretrain"), shared=True),
     "evaluate": Stage(_evaluate, lambda at: at.evaluation, ("shard", "pretrain", "extract")),
     "report": Stage(_report, lambda at: at.report, ("download", "caption", "shard", "pretrain", "extract", "evaluate")),
 }
@@ -162,6 +165,21 @@ def _place(folder: Path) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def _children_ended() -> Iterator[None]:
+    """An error ends all processes below this one."""
+    try:
+        yield
+    except BaseException:
+        end_children(GRACE_S)
+        raise
+
+
+def is_first_rank() -> bool:
+    """Whether this process is not one that torchrun started beside a first one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def run_stage(name: str, params: Params) -> Path:
     """Run one stage to its end and return the folder that it made.
 
@@ -172,16 +190,16 @@ def run_stage(name: str, params: Params) -> Path:
     stage = choose("stage", name, STAGES)
     at = Folders.of(params.paths)
     output = stage.output(at)
+    if stage.shared and not is_first_rank():
+        with raise_on_sigterm(), _children_ended():
+            stage.run(params, at)
+        return output
     _make(at.runs)
     with raise_on_sigterm(), only_writer(at.runs / f"{name}.lock", str(output.absolute()), LOCK_PATIENCE_S):
         check_output(output)
         _check_inputs(stage, params, at)
-        with _place(output.parent):
-            try:
-                stage.run(params, at)
-            except BaseException:
-                end_children(GRACE_S)
-                raise
+        with _place(output.parent), _children_ended():
+            stage.run(params, at)
     assert (output / MANIFEST).is_file(), f"stage {name} ended without {output / MANIFEST}"
     return output
 
@@ -198,10 +216,6 @@ def join_training(params: Params, endpoint: str, output: Path | None) -> Path:
     at = Folders.of(params.paths)
     if output is not None and (output / MANIFEST).is_file():
         return output
-    with raise_on_sigterm():
-        try:
-            take_part(params, at.shards, output or at.model, at.runs, endpoint or params.compute.endpoint)
-        except BaseException:
-            end_children(GRACE_S)
-            raise
+    with raise_on_sigterm(), _children_ended():
+        take_part(params, at.shards, output or at.model, at.runs, endpoint or params.compute.endpoint)
     return output or at.model

@@ -22,13 +22,18 @@ WITHOUT_EFFECT = {
     "mdc/errors.py",
     "mdc/files.py",
     "mdc/processes.py",
+    "mdc/ranks.py",
     "mdc/train/launch.py",
     "mdc/train/tracking.py",
 }
 # What writes a stage's folder. Later stages use it only to read that folder, which is a dependency already.
 WRITERS = {"download": "mdc/data/download.py", "caption": "mdc/data/captions.py", "shard": "mdc/data/shards.py"}
 # What no import leads to: the module that torchrun starts, and the values that stand for empty ones in params.yaml.
-ALSO = {"download": {"mdc.layouts"}, "pretrain": {"mdc.train.__main__", "mdc.presets"}}
+ALSO = {
+    "download": {"mdc.layouts"},
+    "pretrain": {"mdc.train.__main__", "mdc.presets"},
+    "extract": {"mdc.eval.__main__"},
+}
 DO_NOT_CHANGE_RESULTS = {"paths", "compute", "tracking"}
 
 

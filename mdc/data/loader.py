@@ -7,7 +7,7 @@ import io
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -359,10 +359,14 @@ def _leave_signals_to_the_rank(_worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _made_ahead(make: Callable[[int], Batch], count: int, workers: int) -> Iterator[Batch]:
-    """make(0), make(1) .. in this order, by `workers` processes of one thread each; by this one if there are none."""
+def made_ahead(make: Callable[[int], Batch], count: int, workers: int) -> Generator[Batch, None, None]:
+    """make(0), make(1) .. in this order, by `workers` processes of one thread each; by this one if there are none.
+
+    The processes end with the generator, which may be closed before.
+    """
     if not workers:
-        return map(make, range(count))
+        yield from map(make, range(count))
+        return
     loader = DataLoader(
         _Jobs(make, count),
         batch_size=None,
@@ -372,7 +376,11 @@ def _made_ahead(make: Callable[[int], Batch], count: int, workers: int) -> Itera
         worker_init_fn=_leave_signals_to_the_rank,
         pin_memory=torch.cuda.is_initialized(),  # where this process computes on a GPU
     )
-    return iter(loader)
+    batches = iter(loader)
+    try:
+        yield from batches
+    finally:
+        batches._shutdown_workers()  # type: ignore[attr-defined] # as long as an error is known, Python keeps `batches`
 
 
 def block_starts(bounds_S1: np.ndarray, size: int, generator: np.random.Generator) -> np.ndarray:
@@ -468,7 +476,7 @@ class TrainLoader:
         return len(self.steps) * self._accumulate
 
     def __iter__(self) -> Iterator[Batch]:
-        return _made_ahead(self.batch, len(self), self._workers)
+        return made_ahead(self.batch, len(self), self._workers)
 
     def batch(self, number: int) -> Batch:
         """Micro-batch `number`, counted from the first of the first step."""
@@ -527,7 +535,7 @@ def eval_batches(dataset: ShardDataset, batch_size: int, pad_id: int, workers: i
     workers: loader processes; they change nothing in the batches.
     """
     make = partial(_eval_batch, dataset, batch_size, pad_id)
-    return _made_ahead(make, -(-len(dataset) // batch_size), 0 if dataset.is_cached else workers)
+    return made_ahead(make, -(-len(dataset) // batch_size), 0 if dataset.is_cached else workers)
 
 
 def _eval_batch(dataset: ShardDataset, batch_size: int, pad_id: int, step: int) -> Batch:

@@ -33,6 +33,7 @@ def classify(
     unseen = sorted(set(labels[test]) - set(classes))
     facts = {
         "label": label,
+        "layer": found.layer,
         "classes": classes,
         "train": int(train.sum()),
         "holdout": 0,

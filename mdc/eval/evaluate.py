@@ -293,7 +293,7 @@ def _neighbours(found: Features, uid: str) -> dict[str, Any]:
     own = int(np.flatnonzero(rows["uid"] == uid)[0])
     k, wanted = 4 * NEIGHBOURS, min(NEIGHBOURS, int((rows["split"] == "train").sum()))
     while True:
-        similarities, near = found.index.search(found.arrays["model"][own : own + 1], k, found.fingerprint)
+        similarities, near = found.index.search(found.arrays["model"][own : own + 1], k, found.index.facts.model)
         shown = by_uid.loc[near[0]].assign(similarity=similarities[0]).reset_index()
         trained = shown[shown["split"] == "train"]
         if len(trained) >= wanted:

@@ -40,9 +40,9 @@ class Captioner(nn.Module):
         """The layers that can be sharded, recomputed or compiled one by one, in order."""
         return [*self.encoder.blocks(), *self.decoder.blocks]
 
-    def encode(self, images_BCHW: Tensor) -> Tensor:
-        """Patch features `[B, P, D]` of normalised images."""
-        return self.encoder(images_BCHW)
+    def encode(self, images_BCHW: Tensor, layer: int | None = None) -> Tensor:
+        """Patch features `[B, P, D]` of normalised images. layer: a block of the encoder; None = the last."""
+        return self.encoder(images_BCHW, layer)
 
     def forward(
         self,

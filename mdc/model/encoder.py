@@ -36,7 +36,24 @@ class Encoder(nn.Module):
         """The layers, where timm keeps them apart, as it does for every plain ViT."""
         return list(getattr(self.vit, "blocks", nn.Sequential()).children())
 
-    def forward(self, images_BCHW: Tensor) -> Tensor:
+    def block(self, layer: int | None) -> int | None:
+        """The number from 0 of a block, which may be counted from the end, as -1; None for the last one.
+
+        Raises UserError where there is none.
+        """
+        depth = len(self.blocks())
+        if layer is None:
+            return None
+        if not -depth <= layer < depth:
+            raise UserError(f"layer {layer}: the encoder has blocks 0 to {depth - 1}, or -{depth} to -1 from its end")
+        return layer % depth if layer % depth < depth - 1 else None
+
+    def forward(self, images_BCHW: Tensor, layer: int | None = None) -> Tensor:
+        """layer: the block whose output it is, see `block`, behind the final norm in any case."""
+        if (block := self.block(layer)) is not None:
+            return self.vit.forward_intermediates(  # type: ignore[operator]
+                images_BCHW, indices=[block], norm=True, output_fmt="NLC", intermediates_only=True
+            )[0]
         features_BPD = self.vit.forward_features(images_BCHW)  # type: ignore[operator]
         return features_BPD[:, self.prefix :] if self.prefix else features_BPD
 

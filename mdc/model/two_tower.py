@@ -55,9 +55,9 @@ class TwoTower(nn.Module):
         """Cap the scale, after an update: inside the graph a cap would end its gradient and leave it stuck there."""
         self.log_scale.clamp_(max=math.log(self.max_scale))
 
-    def encode(self, images_BCHW: Tensor) -> Tensor:
-        """Patch features `[B, P, D]` of normalised images."""
-        return self.encoder(images_BCHW)
+    def encode(self, images_BCHW: Tensor, layer: int | None = None) -> Tensor:
+        """Patch features `[B, P, D]` of normalised images. layer: a block of the encoder; None = the last."""
+        return self.encoder(images_BCHW, layer)
 
     def image_features(self, patches_BPD: Tensor) -> Tensor:
         """`[B, E]` of length 1."""

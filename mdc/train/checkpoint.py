@@ -40,6 +40,11 @@ class LoadedModel:
     tokenizer: CaptionTokenizer
     fingerprint: str  # of weights and configuration
 
+    def mark(self, layer: int | None) -> str:
+        """The fingerprint, with the block of the encoder where its features are not those of the last one."""
+        block = self.model.encoder.block(layer)  # type: ignore[union-attr,operator]
+        return self.fingerprint if block is None else f"{self.fingerprint}, block {block}"
+
 
 def fingerprint(folder: Path) -> str:
     """A short hash of a checkpoint's weights and configuration."""

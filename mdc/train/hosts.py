@@ -18,7 +18,6 @@ import psutil
 import torch
 from torch.distributed import DistError, DistNetworkError, TCPStore
 
-import mdc
 from mdc import files
 from mdc.config import Params
 from mdc.errors import TrainingFailed, UserError
@@ -167,14 +166,8 @@ def in_common(params: Params, work: Path) -> dict[str, Any]:
     """What must be alike on all hosts. work: the training's folder, named by data and parameters."""
     return {
         "training": work.name,
-        "code": code_version(),
+        "code": files.code_version(),
         "torch": torch.__version__,
         "hosts": params.compute.hosts,
         "processes": params.compute.processes,
     }
-
-
-def code_version() -> str:
-    """A hash of the package's source."""
-    root = Path(mdc.__file__).parent
-    return files.fingerprint({str(path.relative_to(root)): files.sha256(path) for path in sorted(root.rglob("*.py"))})

@@ -11,15 +11,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import DistError
-from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
-from mdc import dist, files
+from mdc import dist, files, ranks
 from mdc.config import Params, load_params
 from mdc.errors import Terminated, TrainingFailed, UserError
 from mdc.train.checkpoint import step_folders
@@ -31,7 +29,6 @@ from mdc.train.work import FAILURE, RUN, work_folder
 log = logging.getLogger(__name__)
 
 TARGET = "mdc.train"  # the module that each rank runs
-SHUTDOWN_S = 60  # for ranks to save a checkpoint after SIGTERM
 MEETINGS = 10  # in a row that may break off before they count as a failure
 REPEATING = ("FloatingPointError", "OutOfMemoryError")  # the same batch would do it again
 
@@ -125,10 +122,10 @@ def _try(params: Params, work: Path, command: Sequence[str], place: MeetingPlace
         (work / FAILURE).unlink(missing_ok=True)
     cause: Exception
     try:
-        _torchrun(params.compute.processes, [*options, *command])
+        ranks.torchrun(params.compute.processes, [*options, *command])
         return None
     except ChildFailedError as error:
-        cause = _cause(error, work / FAILURE, params.compute.rank_timeout)
+        cause = ranks.cause(error, work / FAILURE, params.compute.rank_timeout)
     except RendezvousTimeoutError:
         _close_tracking(params, work, "FAILED")
         raise TrainingFailed(_too_few(params, place, number)) from None
@@ -136,7 +133,7 @@ def _try(params: Params, work: Path, command: Sequence[str], place: MeetingPlace
         cause = (MeetingLost if place is not None else TrainingFailed)(
             f"the meeting of the hosts broke off ({type(error).__name__}: {str(error).splitlines()[0]})"
         )
-        recorded = _recorded(work / FAILURE, params.compute.rank_timeout)
+        recorded = ranks.recorded(work / FAILURE, params.compute.rank_timeout)
         if recorded is not None and _would_repeat(recorded):  # which is why the others have left
             cause = recorded
     except SignalException as stopped:
@@ -145,60 +142,6 @@ def _try(params: Params, work: Path, command: Sequence[str], place: MeetingPlace
     if place is not None:
         place.note_failed(number)
     return cause
-
-
-_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # torchrun sets handlers of its own
-
-
-def _torchrun(processes: int, arguments: Sequence[str]) -> None:
-    """What the command `torchrun` does, without its log and its own traceback."""
-    for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
-    before = {number: signal.getsignal(number) for number in _HANDLED}
-    try:
-        options = ["--nproc-per-node", str(processes), "--shutdown-timeout", str(SHUTDOWN_S)]
-        torchrun.run(torchrun.parse_args([*options, *arguments]))
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _recorded(failure: Path, rank_timeout: float) -> Exception | None:
-    """The first failure, from the file where its rank left it."""
-    if not failure.is_file():
-        return None
-    record: dict[str, Any] = files.read_json(failure)
-    if record["mistake"]:
-        return UserError(record["message"])
-    silent = "imed out" in record["message"]  # gloo's and NCCL's words
-    hint = f"; another rank was silent for compute.rank_timeout = {rank_timeout:g} s" if silent else ""
-    return TrainingFailed(
-        f"rank {record['rank']} on {record['host']} failed: {record['message']} (traceback above){hint}"
-    )
-
-
-def _cause(error: ChildFailedError, failure: Path, rank_timeout: float) -> Exception:
-    """The first failure; a rank that was killed could leave no record.
-
-    Raises KeyboardInterrupt where the ranks have agreed to end on Ctrl-C, which another host may have received.
-    """
-    recorded = _recorded(failure, rank_timeout)
-    killed = [(rank, failed) for rank, failed in error.failures.items() if failed.exitcode == -signal.SIGKILL]
-    if killed and not isinstance(recorded, UserError):  # the others have only lost the connection to it
-        rank, first = killed[0]
-        return TrainingFailed(
-            f"rank {rank} (process {first.pid}) was killed by SIGKILL, as the kernel does where memory has run out"
-        )
-    if recorded is not None:
-        return recorded
-    rank, first = error.get_first_failure()
-    if first.exitcode == 128 + signal.SIGINT:
-        raise KeyboardInterrupt
-    if first.exitcode == 128 + signal.SIGTERM:
-        return TrainingFailed("the ranks were told to end, here or on another host, and have saved a checkpoint")
-    return TrainingFailed(f"rank {rank} (process {first.pid}) ended with exit code {first.exitcode}: {first.message}")
 
 
 def _too_few(params: Params, place: MeetingPlace | None, number: int) -> str:

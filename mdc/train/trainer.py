@@ -30,6 +30,7 @@ from mdc.data.transforms import eval_images, train_images
 from mdc.draws import Draws, derive_seed
 from mdc.errors import UserError
 from mdc.objectives import OBJECTIVES, TextImage
+from mdc.ranks import failures_recorded
 from mdc.train import checkpoint, strategy
 from mdc.train.optim import (
     build_optimizer,
@@ -43,7 +44,7 @@ from mdc.train.preflight import Place, Ready, look
 from mdc.train.pulse import Pulse
 from mdc.train.speed import Advice, Meter, Work, free_cores, over_ranks, peak_flops
 from mdc.train.tracking import TrackedData, Tracker, git_commit
-from mdc.train.watch import Guard, Stop, failures_recorded
+from mdc.train.watch import Guard, Stop
 from mdc.train.work import BOOKKEEPING, COST, FAILURE, RUN, work_folder
 
 log = logging.getLogger(__name__)

@@ -1,11 +1,7 @@
-"""What watches over a training: signals, numbers that are not finite, and the first failure of any rank."""
+"""What watches over a training: signals, and numbers that are not finite."""
 
-import contextlib
-import json
 import logging
 import signal
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -15,7 +11,6 @@ from torch import Tensor
 
 from mdc import dist
 from mdc.data.loader import ShardDataset
-from mdc.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -122,33 +117,3 @@ class Guard:
     def _origin(self, uids: list[str]) -> str:
         shown = ", ".join(uids[:SHOWN_UIDS]) + (f" and {len(uids) - SHOWN_UIDS} more" if len(uids) > SHOWN_UIDS else "")
         return f"The batch came from {', '.join(self.dataset.shards_of(uids))}, uids {shown}"
-
-
-@contextlib.contextmanager
-def failures_recorded(failure: Path, launched: bool) -> Iterator[None]:
-    """Leave the first failure of any rank in a file: it is the cause, and later ones follow from it.
-
-    launched: a launcher reads the file and tells a user's mistake, so that it need not be told here as well.
-    """
-    try:
-        yield
-    except Exception as error:
-        mistake = isinstance(error, UserError)
-        record = {
-            "rank": dist.rank(),
-            "host": socket.gethostname(),
-            "message": str(error) if mistake else f"{type(error).__name__}: {error}",
-            "mistake": mistake,
-        }
-        try:
-            with failure.open("x", encoding="utf-8") as file:
-                json.dump(record, file)
-        except FileExistsError:
-            raise SystemExit(1) from None
-        except OSError as full:
-            failure.unlink(missing_ok=True)  # rather than half a record
-            log.error("%s could not be written: %s", failure, full)
-            raise error from None
-        if mistake and launched:
-            raise SystemExit(1) from None
-        raise

@@ -56,14 +56,14 @@ def params() -> Callable[..., Params]:
 
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., Path]:
-    """`make_model(folder, shards, objective="mdc", seed=0)`: a checkpoint folder as the training writes it."""
+    """`make_model(folder, shards, objective="mdc", seed=0, depth=1)`: a checkpoint folder as the training writes it."""
 
-    def make(folder: Path, shards: Path, objective: str = "mdc", seed: int = 0) -> Path:
+    def make(folder: Path, shards: Path, objective: str = "mdc", seed: int = 0, depth: int = 1) -> Path:
         pretrain = PretrainParams.model_validate(
             {
                 "objective": objective,
                 "image_size": 8,
-                "encoder_options": {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2},
+                "encoder_options": {"patch_size": 4, "embed_dim": 16, "depth": depth, "num_heads": 2},
                 "decoder_width": 16,
                 "decoder_depth": 1,
                 "decoder_heads": 2,
@@ -91,6 +91,6 @@ def features(
 ) -> Path:
     from mdc.eval.features import extract_features
 
-    folder = tmp_path_factory.mktemp("features") / "features"
-    extract_features(params(), shards, model, folder)
-    return folder
+    folder = tmp_path_factory.mktemp("features")
+    extract_features(params(), shards, model, folder / "cache", folder / "features")
+    return folder / "features"

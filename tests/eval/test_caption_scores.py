@@ -89,7 +89,7 @@ def test_an_evaluation_scores_a_bounded_number_of_test_pictures(
     )
     for objective in ("autoregressive", "clip"):
         model = make_model(tmp_path / objective / "model", shards, objective=objective)
-        extract_features(small, shards, model, tmp_path / objective / "features")
+        extract_features(small, shards, model, tmp_path / "cache", tmp_path / objective / "features")
         evaluate(small, shards, model, tmp_path / objective / "features", tmp_path / objective / "out")
     scores = read_json(tmp_path / "autoregressive" / "out" / "captions.json")["scores"]
     assert scores["pictures"] == scores["references"] == 5

@@ -143,7 +143,7 @@ def test_parts_that_cannot_be_made_are_left_out_with_a_note(
     params: Callable[..., Params], make_model: Callable[..., Path], unlabelled: Path, tmp_path: Path
 ) -> None:
     model = make_model(tmp_path / "model", unlabelled, objective="siglip")
-    extract_features(params(), unlabelled, model, tmp_path / "features")
+    extract_features(params(), unlabelled, model, tmp_path / "cache", tmp_path / "features")
     no_swaps = params(evaluate={"swaps": {"colour": [["red", "purple"]], "thing": []}})
     evaluate(no_swaps, unlabelled, model, tmp_path / "features", tmp_path / "out")
     found = {name: read_json(tmp_path / "out" / f"{name}.json") for name in PARTS}
@@ -159,7 +159,7 @@ def test_other_objectives_bring_their_own_scorer(
 ) -> None:
     model = make_model(tmp_path / "model", shards, objective=objective)
     small = params(evaluate={"probe_epochs": 1, "probe_seeds": 1}, extract={"floors": False})
-    extract_features(small, shards, model, tmp_path / "features")
+    extract_features(small, shards, model, tmp_path / "cache", tmp_path / "features")
     evaluate(small, shards, model, tmp_path / "features", tmp_path / "out")
     compared = read_json(tmp_path / "out" / "compositional.json")
     scorer = {"siglip": "cosine", "autoregressive": "autoregressive", "bert": "heuristic"}[objective]

@@ -136,7 +136,7 @@ def test_a_silent_rank_is_given_up_after_the_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fault("1:2:sleep")
-    monkeypatch.setattr(launch, "SHUTDOWN_S", 1)
+    monkeypatch.setattr("mdc.ranks.SHUTDOWN_S", 1)
     params = small_params(compute={"processes": 2, "rank_timeout": 3.0, "restarts": 0})
     with pytest.raises(launch.TrainingFailed, match=r"rank 0 .*another rank was silent for compute.rank_timeout = 3 s"):
         launch.pretrain(params, shards, tmp_path / "model", tmp_path / "runs")
