@@ -72,6 +72,15 @@ def test_an_index_of_ones_own_pictures(
     assert "queries come from model" in str(refused("search", pictures[0], *places[:2], "--model", other))
 
 
+def test_an_index_of_another_layer(make_model: Callable[..., Path], shards: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (12, 12), "red").save(tmp_path / "red.png")
+    deep = make_model(tmp_path / "model", shards, depth=2)
+    places = (tmp_path / "red.png", "--index", tmp_path / "index", "--model", deep)
+    assert "1 pictures" in run("index", "add", *places, "--layer", 0).output
+    assert "1.0000" in run("search", *places, "--layer", "-2").output
+    assert "block 0; encode them with that model" in str(refused("search", *places))
+
+
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with classes by colour, and captions of its test pictures in COCO's file."""

@@ -135,6 +135,8 @@ def test_a_sweep_from_its_file_to_its_table(project: Path, trained: list[Params]
     assert all(seconds > 0 for seconds in row.values["seconds"])
 
     folder = project / "outputs" / "sweeps" / "try"
+    floors = {name: {file.stat().st_ino for file in folder.rglob(f"{name}.npy")} for name in ("pixels", "untrained")}
+    assert {name: len(made) for name, made in floors.items()} == {"pixels": 1, "untrained": 2}, "one for each seed"
     mean, low, high = summarise(row.values["pmi"])
     with (folder / "table.csv").open(newline="") as file:
         line = list(csv.DictReader(file))[1]

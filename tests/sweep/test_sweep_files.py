@@ -37,6 +37,7 @@ def test_every_cell_meets_every_combination_and_seed(tmp_path: Path) -> None:
     assert outputs[7] == "outputs/sweeps/try/0-1-a-b-t_min=0.5/seed-5"
     assert len({*outputs, *(run.params.paths.runs for run in plan.runs)}) == 16
     assert {run.params.paths.data for run in plan.runs} == {"data"}
+    assert {run.params.paths.kept for run in plan.runs} == {Path("runs/features")}, "what they have in common"
 
 
 def test_seeds_alone_make_a_sweep(tmp_path: Path) -> None:
