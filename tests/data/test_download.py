@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import shutil
 import signal
 import subprocess
@@ -257,6 +258,30 @@ def test_a_kill_loses_nothing_and_repeats_nothing(
     assert set(again) == parts[1] | parts[2] | parts[3]
 
     assert files_of(output) == files_of(undisturbed)
+
+
+@pytest.mark.parametrize("moment", ["starting", "working"])
+def test_ctrl_c_reaches_the_workers_and_is_left_to_their_parent(
+    tmp_path: Path, server: Any, forty: DownloadParams, moment: str
+) -> None:
+    """A terminal sends it to all of them."""
+    command = [sys.executable, "-c", SCRIPT, forty.model_dump_json(), str(tmp_path / "work"), str(tmp_path / "output")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    server.held = {f"/ok/{number}.png" for number in range(40)}
+    deadline, workers = time.monotonic() + 60, []
+    while not (workers and (moment == "starting" or server.requests)):
+        assert time.monotonic() < deadline
+        workers = [
+            child
+            for child in psutil.Process(process.pid).children()
+            if "multiprocessing.spawn" in " ".join(child.cmdline())
+        ]
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    server.released.set()
+    assert said.count("KeyboardInterrupt") == 1, "that of the script itself"
+    assert "Process SpawnPoolWorker" not in said
+    assert not psutil.wait_procs(workers, timeout=10)[1]
 
 
 def test_mistakes_are_found_before_any_request(tmp_path: Path, server: Any) -> None:
