@@ -1,6 +1,6 @@
 # make demo     the whole pipeline on the sample, then the results
 # make test     the tests; make test-slow the ones that take minutes; make lint ruff and mypy
-# make bench    speed and memory against other libraries, about ten minutes alone; ROW=step runs one row
+# make bench    speed and memory against other libraries, about half an hour alone; ROW=step runs one row
 # make services Prefect server, worker and MLflow on localhost; make stop ends them
 # make clean    what the pipeline made and DVC can bring back; make clean-all everything it made
 
