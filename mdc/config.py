@@ -287,7 +287,7 @@ class EvaluateParams(Section):
     probe_weight_decays: list[Annotated[float, Field(ge=0)]] = Field(  # L2 penalties on standardised features
         [1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0], min_length=1
     )
-    probe_epochs: int = Field(0, ge=0)  # passes over train; 0 = 60, more below 2,560 rows, 4 to 59 above 34,000
+    probe_epochs: int = Field(0, ge=0)  # passes over train; 0 = 60, more below 2,560 rows, 4 to 59 above 17,000
     probe_seeds: int = Field(3, ge=1)
     probe_holdout: float = Field(0.2, gt=0, lt=1)  # share of train on which the grid is judged
     knn_k: list[Annotated[int, Field(ge=1)]] = Field([10, 20], min_length=1)

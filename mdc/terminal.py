@@ -19,7 +19,7 @@ def show(*tables: Table) -> None:
         screen = Console()
         width = screen.width if screen.is_terminal else WIDE.measure(table).maximum
         if narrowest(table) > width:
-            table.padding, table.pad_edge = 0, False  # type: ignore[assignment]
+            table.padding, table.pad_edge = 0, False
         Console(width=max(width, narrowest(table)), **LITERAL).print(table)
 
 

@@ -26,7 +26,7 @@ from mdc.eval.measures import Labels
 
 BATCH = 256  # rows per update, at most
 PASSES = 60  # over the rows, where that is within the next two
-UPDATES = 600, 8000  # of a training: what small sets need to converge, and what suffices for large ones
+UPDATES = 600, 4000  # of a training: what small sets need to converge, and what suffices for large ones
 FEWEST_PASSES = 4  # over the largest sets
 ROWS_AT_ONCE = 4096  # where no update waits
 RANKED = 5  # classes of a test row that are kept
