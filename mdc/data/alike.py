@@ -65,7 +65,10 @@ def evaluation_files(place: Path) -> list[Path]:
     if place.is_dir():
         files = sorted(path for path in place.rglob("*") if path.suffix.lower() in PICTURES)
     elif place.is_file():
-        lines = place.read_text(encoding="utf-8").splitlines()
+        try:
+            lines = place.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"caption.exclude: {place} cannot be read as UTF-8 text: {error}") from None
         files = [place.parent / line.strip() for line in lines if line.strip()]
     else:
         raise UserError(f'caption.exclude: {place} is neither a folder nor a file; correct it, or set it to ""')

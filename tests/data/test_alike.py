@@ -156,3 +156,6 @@ def test_a_list_of_evaluation_pictures(tmp_path: Path) -> None:
         alike.evaluation_files(tmp_path / "list.txt")
     with pytest.raises(UserError, match="neither a folder nor a file"):
         alike.evaluation_files(tmp_path / "none")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9.png\n")
+    with pytest.raises(UserError, match=r"latin\.txt cannot be read as UTF-8 text"):
+        alike.evaluation_files(tmp_path / "latin.txt")
