@@ -58,7 +58,7 @@ class AttentiveHead(nn.Module):
 def attentive_probe(
     train: np.ndarray,
     labels: Labels,
-    groups: Sequence[str],
+    groups: Sequence[str] | np.ndarray,
     test: np.ndarray,
     classes: int,
     epochs: int,

@@ -202,7 +202,7 @@ def fit_head(
     return ProbeResult(final.ranked(scale(test)).cpu().numpy(), choice, len(labels), converged)
 
 
-def held_out(groups: Sequence[str], share: float, seed: int) -> np.ndarray:
+def held_out(groups: Sequence[str] | np.ndarray, share: float, seed: int) -> np.ndarray:
     """Which rows to hold out, `[N]` bool: whole groups in random order, up to `share` of the rows, at least one.
 
     With fewer than two groups single rows are drawn.

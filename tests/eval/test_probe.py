@@ -5,7 +5,18 @@ from sklearn.linear_model import LogisticRegression
 
 from mdc.eval.knn import knn_predict
 from mdc.eval.measures import UNKNOWN, accuracy, balanced_accuracy, recall_by_class, summarise
-from mdc.eval.probe import Choice, Grid, Judged, ProbeResult, Scale, choose_head, fit_head, held_out, train_heads
+from mdc.eval.probe import (
+    Choice,
+    Grid,
+    Judged,
+    ProbeResult,
+    Scale,
+    choose_head,
+    fit_head,
+    held_out,
+    passes_over,
+    train_heads,
+)
 
 GRID = Grid(learning_rates=(0.01, 0.03, 0.1), weight_decays=(1e-6, 1e-4, 1e-2, 1e-1, 1.0), epochs=60)
 
@@ -159,6 +170,14 @@ def test_a_grid_that_ends_too_early_is_told() -> None:
     result = probe(train, labels, train, grid=Grid((0.03,), (1.0, 3.0, 10.0, 30.0), 60))
     assert result.choice.weight_decay == 1.0
     assert result.grid_edge
+
+
+@pytest.mark.parametrize(
+    ("rows", "passes"), [(10, 600), (256, 600), (512, 300), (2614, 60), (16_000, 60), (60_000, 18), (1_281_167, 4)]
+)
+def test_few_rows_are_gone_over_more_often(rows: int, passes: int) -> None:
+    assert passes_over(rows, 0) == passes
+    assert passes_over(rows, 7) == 7
 
 
 def test_folds_are_held_out_in_turn() -> None:
