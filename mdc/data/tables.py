@@ -27,6 +27,7 @@ def database(scratch: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     }
     with duckdb.connect(":memory:", config=settings) as connection:
         connection.execute("SET preserve_insertion_order = false")
+        connection.execute("SET enable_progress_bar = false")  # which goes to stdout, of queries that take seconds
         try:
             yield connection
         except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
