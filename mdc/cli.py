@@ -1,5 +1,6 @@
 """The `mdc` command. Nothing heavy is imported before a command needs it."""
 
+import errno
 import os
 import signal
 import sys
@@ -45,6 +46,9 @@ Output = Annotated[Path | None, typer.Option("--out", help="Folder for tables an
 Scorers = Annotated[str, typer.Option("--scorers", help="Names with commas between; empty = all that fit the model.")]
 Layer = Annotated[int | None, typer.Option(help="Block of the encoder, from 0, or -1 the last; for our models.")]
 MODEL = "outputs/model"
+CAPTION_LENGTHS = (10, 15, 20)  # tokens, of captions that are scored
+PLACES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)  # errors of a place, not of the work
+DEVICES = ("auto", "cpu", "cuda")
 EVALUATE = EvaluateParams()  # the protocol of the stage is that of the commands
 
 
@@ -119,6 +123,7 @@ def sample(folder: Annotated[Path, typer.Argument(help="Where to put it.")] = Pa
     """Build the sample: OpenMoji drawings as PNG files and a list of their URLs and names."""
     from mdc.data.sample import build_sample
 
+    _check_output(folder, name="FOLDER")
     typer.echo(f"{folder}: {build_sample(folder)} pictures with captions")
 
 
@@ -186,8 +191,9 @@ def caption(
     seed: int = 0,
     references: Annotated[Path | None, typer.Option(help="True captions, in a file of COCO's kinds.")] = None,
     lengths: Annotated[
-        str, typer.Option(help="With --references: lengths to score, with commas between.")
-    ] = "10,15,20",
+        str,
+        typer.Option(help="With --references: lengths to score, with commas between; empty = 10, 15, 20 if it fits."),
+    ] = "",
     limit: Annotated[int, typer.Option(min=1, help="With --references: the first so many pictures.")] = 1000,
     out: Output = None,
 ) -> None:
@@ -208,7 +214,10 @@ def caption(
     if not images or len(images) != 1:
         raise UserError("with --references give one folder, which holds the pictures")
     found = read_references(references, images[0], limit=limit)
-    wanted = _counts(lengths, "--lengths")
+    longest = loaded.loaded.config.max_tokens
+    wanted = _counts(lengths, "--lengths") or [n for n in CAPTION_LENGTHS if n <= longest] or [longest]
+    if max(wanted) > longest:
+        raise UserError(f"--lengths {max(wanted)}: {model} writes at most {longest} tokens, the end token included")
     results = caption_all(loaded.loaded, loaded.see, found, wanted, seed)
     show(caption_table(results))
     if out is not None:
@@ -320,6 +329,8 @@ def probe(
     counts, models = _counts(shots, "--shots"), list(dict.fromkeys(model or [MODEL]))
     pools = [pooling for pooling in _names(poolings) if choose("pooling", pooling, {"mean": True, "max": True})]
     _check_output(out)
+    if device not in DEVICES:
+        raise UserError(f"--device {device!r} is none of {', '.join(DEVICES)}")
     sets, chosen = [open_labelled(name) for name in dict.fromkeys(data)], dist.pick_device(device)
     with dist.process_group(chosen, timeout_s=3600):
         encoders = encoders_of(models, pools or ["mean"], layer, floors, chosen, seed)
@@ -338,18 +349,23 @@ def _protocol(p: EvaluateParams) -> dict[str, Any]:
     return {name: value for name, value in p if name.startswith("probe_") or name in ("knn_k", "seed")}
 
 
-def _check_output(out: Path | None) -> None:
-    """Tell before the work, not after it, where a folder cannot be written or holds what we did not make."""
+def _check_output(out: Path | None, made: str = "manifest.json", name: str = "--out") -> None:
+    """Tell before the work, not after it, where a folder cannot be written or holds what we did not make.
+
+    made: a file by which a folder that we made is known. name: of the option or argument.
+    """
     if out is None:
         return
-    if out.exists() and not (out / "manifest.json").is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} is not a folder of results, and would be replaced; name another one")
+    if out.exists() and not (out / made).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(
+            f"{name} {out} holds what this command did not make, and would be replaced; name another folder"
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent):
             pass
     except OSError as error:
-        raise UserError(f"--out {out} cannot be made: {error.strerror}; name a folder that can be written") from None
+        raise UserError(f"{name} {out} cannot be made: {error.strerror}; name a folder that can be written") from None
 
 
 def _names(text: str) -> list[str]:
@@ -479,6 +495,7 @@ def add(
     """Add pictures to an index, which is made if there is none."""
     from mdc.eval.index import CURRENT, CosineIndex
 
+    _check_output(index, CURRENT, "--index")
     uids, (vectors, mark) = list(map(str, pictures)), _vectors(model, pictures, layer)
     if (index / CURRENT).is_file():
         grown = CosineIndex.load(index).add(uids, vectors, mark)
@@ -508,6 +525,7 @@ def export(
     from mdc.api import loaded_model
     from mdc.export import export_encoder
 
+    _check_output(out, name="OUT")
     export_encoder(loaded_model(model), out, onnx)
     typer.echo(f"{out}: see README.md there for how to open it")
 
@@ -596,6 +614,11 @@ def main() -> None:
     except (UserError, TrainingFailed) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2 if isinstance(error, UserError) else 1)
+    except OSError as error:
+        if error.errno not in PLACES or error.filename is None:
+            raise
+        typer.echo(f"error: {error.filename}: {error.strerror}; take another place, or change who may write", err=True)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mdc.config import PretrainParams
 from mdc.data.transforms import MEAN, STD
 from mdc.errors import UserError
-from mdc.files import whole_folder
+from mdc.files import whole_folder, write_manifest
 from mdc.model.encoder import Encoder
 from mdc.train.checkpoint import LoadedModel
 
@@ -67,6 +67,7 @@ def export_encoder(loaded: LoadedModel, output: Path, onnx: bool = True) -> None
         if onnx:
             _write_onnx(temporary / ONNX, encoder, images_BCHW, patches_BPD)
         (temporary / README).write_text(_readme(encoder, config, pooled, onnx), encoding="utf-8")
+        write_manifest(temporary, inputs={"model": loaded.fingerprint}, counts={})
 
 
 def _write_config(

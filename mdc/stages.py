@@ -214,8 +214,14 @@ def join_training(params: Params, endpoint: str, output: Path | None) -> Path:
     from mdc.train.launch import take_part
 
     at = Folders.of(params.paths)
+    meeting = endpoint or params.compute.endpoint
+    if not meeting:
+        raise UserError(
+            "there is no training to take part in: set compute.launcher: hosts and compute.endpoint, or give "
+            "--endpoint HOST:PORT; a training on this machine alone is `mdc stage pretrain`"
+        )
     if output is not None and (output / MANIFEST).is_file():
         return output
     with raise_on_sigterm(), _children_ended():
-        take_part(params, at.shards, output or at.model, at.runs, endpoint or params.compute.endpoint)
+        take_part(params, at.shards, output or at.model, at.runs, meeting)
     return output or at.model

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from source_files import ROOT
 
-from mdc import doctor
+from mdc import cli, doctor
 from mdc.config import Params
 from mdc.errors import UserError
 from mdc.files import whole_folder, write_manifest
@@ -87,6 +87,20 @@ def test_another_parameter_file(project: Path) -> None:
 def test_a_list_that_is_not_there(project: Path) -> None:
     assert "data/sample/urls.parquet" in refused(mdc("stage", "download", cwd=project))
     assert not (project / "data").exists()
+
+
+def test_a_place_that_cannot_be_written_is_a_mistake(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write() -> None:
+        (project / "params.yaml" / "x").write_text("")
+
+    monkeypatch.setattr("mdc.cli.app", write)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+
+
+def test_a_worker_without_a_meeting_place_trains_nothing(project: Path) -> None:
+    assert "set compute.launcher: hosts" in refused(mdc("worker", cwd=project))
+    assert os.listdir(project) == ["params.yaml"]
 
 
 def test_no_results_yet(project: Path) -> None:

@@ -64,7 +64,8 @@ def test_timm_and_transformers_give_equal_features(
 
     loaded = load_model(checkpoint(encoder))
     export_encoder(loaded, tmp_path / "out", onnx=False)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors", "README.md"}
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "model.safetensors", "README.md", "manifest.json"}
     images_BCHW = torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(3))
     expected_BD = loaded.model.encode(images_BCHW).mean(1)  # type: ignore[operator]
     with torch.no_grad():

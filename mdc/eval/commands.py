@@ -119,19 +119,19 @@ def probe_all(
     }
 
 
-def _check_length(model: Any, texts: Sequence[str]) -> None:
+def _check_length(model: Any, texts: Sequence[str], fix: str) -> None:
     long = [text for text, is_long in zip(texts, model.too_long(texts), strict=True) if is_long]
     if long:
         raise UserError(
             f"{len(long)} of {len(texts)} texts are longer than the model takes, such as {min(long, key=len)!r}; "
-            "take a model of more tokens, or shorter texts"
+            f"take a model of more tokens, or {fix}"
         )
 
 
 def retrieve(model: Any, found: Sequence[Referenced], scorer: str, draws: int, seed: int) -> dict[str, Any]:
     """Pictures and their captions found among each other."""
     texts, right_MK = retrieval.belonging([each.captions for each in found])
-    _check_length(model, texts)
+    _check_length(model, texts, "shorter texts")
 
     def see(pictures: Sequence[Referenced]) -> Tensor:
         return model.see([each.picture.open() for each in pictures])
@@ -155,7 +155,7 @@ def zero_shot(
     if len(classes) != len(data.classes):
         raise UserError(f"{len(classes)} class names for the {len(data.classes)} classes of {data.name}; give one each")
     test, texts = data.test.first(limit), retrieval.zero_shot_texts(classes, templates)
-    _check_length(model, texts)
+    _check_length(model, texts, "shorter ones, such as --template '{}' and --classes with other names")
 
     def see(numbers: Sequence[int]) -> Tensor:
         return model.see([test.open(number) for number in numbers])

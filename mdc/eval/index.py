@@ -270,7 +270,7 @@ class CosineIndex:
         before = _current(folder) if (folder / CURRENT).is_file() else version
         write_json(folder / CURRENT, {"version": version, "before": before})
         for old in folder.iterdir():
-            if old.is_dir() and old.name not in (version, before):
+            if (old / FACTS).is_file() and old.name not in (version, before):
                 shutil.rmtree(old, ignore_errors=True)
         return version
 

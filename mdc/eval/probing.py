@@ -155,7 +155,9 @@ def passes(p: EvaluateParams, rows: int, classes: int, shots: int | None, poolin
     """How often `probe_seeds` calls `on_epoch`, about."""
     used = rows if shots is None else min(rows, shots * classes)
     folds = 1 if shots is None else min(FOLDS, shots) if shots > 1 else 0
-    return p.probe_seeds * passes_over(used, p.probe_epochs) * (folds * poolings + 1)
+    held = p.probe_holdout if shots is None else 1 / max(1, folds)
+    choosing = folds * poolings * passes_over(max(1, round(used * (1 - held))), p.probe_epochs)
+    return p.probe_seeds * (choosing + passes_over(used, p.probe_epochs))
 
 
 def few(labels: Labels, groups: np.ndarray, shots: int, seed: int) -> Labels:

@@ -187,6 +187,10 @@ def test_caption_scores(model: Path, pictures: Path, tmp_path: Path) -> None:
     page = (tmp_path / "out" / "captions.html").read_text()
     assert page.count("<figure>") == page.count("data:image/jpeg;base64,") == 5
     assert "name pictures" in str(refused("caption", "--model", model))
+    longer = ("--references", file, "--lengths", "3,50", "--model", model)
+    assert "writes at most" in str(refused("caption", pictures / "test", *longer))
+    done = run("caption", pictures / "test", "--references", file, "--model", model, "--limit", 1)
+    assert done.exit_code == 0, done.output  # without lengths, those that the model takes
 
 
 def test_encoders_of_others_have_their_place(pictures: Path, tmp_path: Path) -> None:
@@ -208,6 +212,34 @@ def test_export_and_back(model: Path, tmp_path: Path) -> None:
     Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
     ours, theirs = (mdc.load(path, "cpu").encode(tmp_path / "red.png") for path in (model, tmp_path / "encoder"))
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("folders", ["own", "own/shards"])
+def test_folders_of_others_are_neither_replaced_nor_cleared(model: Path, tmp_path: Path, folders: str) -> None:
+    picture = tmp_path / folders / "deep" / "red.png"
+    picture.parent.mkdir(parents=True)
+    Image.new("RGB", (8, 8), "red").save(picture)
+    before = sorted(tmp_path.rglob("*"))
+    for command in (
+        ("index", "add", picture, "--index", tmp_path / "own"),
+        ("export", tmp_path / "own", "--no-onnx"),
+        ("export", picture, "--no-onnx"),
+    ):
+        assert "would be replaced" in str(refused(*command, "--model", model))
+    assert "cannot be made" in str(refused("index", "add", picture, "--index", picture / "x", "--model", model))
+    assert "would be replaced" in str(refused("sample", tmp_path / "own"))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_index_clears_only_its_own_versions(model: Path, tmp_path: Path) -> None:
+    places = ("--index", tmp_path / "index", "--model", model)
+    for number, colour in enumerate(("red", "green", "blue")):
+        Image.new("RGB", (8, 8), colour).save(tmp_path / f"{colour}.png")
+        assert run("index", "add", tmp_path / f"{colour}.png", *places).exit_code == 0
+        (tmp_path / "index" / f"mine-{number}").mkdir()
+    left = {path.name for path in (tmp_path / "index").iterdir() if path.is_dir()}
+    assert {name for name in left if name.startswith("mine")} == {"mine-0", "mine-1", "mine-2"}
+    assert len(left) == 5  # the version that holds, and the one before
 
 
 def refused(*arguments: str | int | Path) -> BaseException:
