@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
-from mdc.config import EvaluateParams, checked, choose
+from mdc.config import ComputeParams, EvaluateParams, checked, choose
 from mdc.errors import Terminated, TrainingFailed, UserError
 from mdc.processes import on_ctrl_c
 
@@ -48,7 +48,6 @@ Layer = Annotated[int | None, typer.Option(help="Block of the encoder, from 0, o
 MODEL = "outputs/model"
 CAPTION_LENGTHS = (10, 15, 20)  # tokens, of captions that are scored
 PLACES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)  # errors of a place, not of the work
-DEVICES = ("auto", "cpu", "cuda")
 EVALUATE = EvaluateParams()  # the protocol of the stage is that of the commands
 
 
@@ -87,8 +86,8 @@ def stage(
 ) -> None:
     """Run one stage of the pipeline, without DVC or Prefect."""
     from mdc.config import load_params
-    from mdc.processes import end_with_parent
-    from mdc.stages import is_first_rank, run_stage
+    from mdc.processes import end_with_parent, is_first_rank
+    from mdc.stages import run_stage
 
     if "DVC_ROOT" in os.environ:  # `dvc repro` runs this: a killed one must not leave a writer behind
         end_with_parent()
@@ -329,8 +328,7 @@ def probe(
     counts, models = _counts(shots, "--shots"), list(dict.fromkeys(model or [MODEL]))
     pools = [pooling for pooling in _names(poolings) if choose("pooling", pooling, {"mean": True, "max": True})]
     _check_output(out)
-    if device not in DEVICES:
-        raise UserError(f"--device {device!r} is none of {', '.join(DEVICES)}")
+    device = checked(ComputeParams, "mdc probe", device=device).device
     sets, chosen = [open_labelled(name) for name in dict.fromkeys(data)], dist.pick_device(device)
     with dist.process_group(chosen, timeout_s=3600):
         encoders = encoders_of(models, pools or ["mean"], layer, floors, chosen, seed)

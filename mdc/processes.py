@@ -161,6 +161,11 @@ def end_below(leader: subprocess.Popen[bytes], grace_s: float) -> None:
     leader.wait()
 
 
+def is_first_rank() -> bool:
+    """Whether this process is not one that torchrun started beside a first one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def only_writer(lock: Path, what: str, patience_s: float) -> Iterator[None]:
     """Hold `lock` while writing `what`; a second writer gets a UserError that names the first one's process.

@@ -5,7 +5,6 @@ checkpoints) lies under `runs/`, in a folder named by a fingerprint of all that 
 before it reruns a stage, and a change of data or parameters must not resume from work done for others.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from mdc.config import STAGES as NAMES
 from mdc.config import Params, PathParams, choose
 from mdc.errors import UserError
 from mdc.files import MANIFEST, fingerprint, read_json, read_manifest, read_whole
-from mdc.processes import end_children, only_writer, raise_on_sigterm
+from mdc.processes import end_children, is_first_rank, only_writer, raise_on_sigterm
 
 LOCK_PATIENCE_S = 5.0
 GRACE_S = 5.0  # for worker processes of a stage that is ended
@@ -173,11 +172,6 @@ def _children_ended() -> Iterator[None]:
     except BaseException:
         end_children(GRACE_S)
         raise
-
-
-def is_first_rank() -> bool:
-    """Whether this process is not one that torchrun started beside a first one."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def run_stage(name: str, params: Params) -> Path:

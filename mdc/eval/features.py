@@ -36,6 +36,7 @@ from mdc.errors import UserError
 from mdc.eval.index import CosineIndex
 from mdc.eval.kept import ROWS, Block, RowSet, absent, keep, make_room, places, reserved
 from mdc.files import MANIFEST, read_json, read_manifest, sha256, whole_folder, write_json, write_manifest
+from mdc.processes import is_first_rank
 from mdc.ranks import run_module
 from mdc.train.checkpoint import LoadedModel, load_model, untrained_model
 
@@ -202,7 +203,7 @@ def extract_features(params: Params, shards: Path, model: Path, cache: Path, out
     read_manifest(shards, made_by="shard")
     read_manifest(model, made_by="pretrain")
     extraction = Extraction(params, shards, model, cache)
-    is_first = int(os.environ.get("RANK", "0")) == 0
+    is_first = is_first_rank()
     missing = absent(extraction.folders.values()) if is_first else []
     with reserved(missing):
         if "RANK" in os.environ or (missing and params.compute.processes == 1):

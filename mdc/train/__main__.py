@@ -6,12 +6,11 @@
 
 import argparse
 import logging
-import os
 import signal
 import sys
 from pathlib import Path
 
-from mdc.processes import end_with_parent, on_ctrl_c
+from mdc.processes import end_with_parent, is_first_rank, on_ctrl_c
 
 
 def main() -> None:
@@ -26,8 +25,7 @@ def main() -> None:
     parser.add_argument("--launched", action="store_true", help="leave it to the launcher to tell mistakes")
     arguments = parser.parse_args()
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    main_rank = os.environ.get("RANK", "0") == "0"
-    logging.getLogger("mdc").setLevel(logging.INFO if main_rank else logging.ERROR)  # the others would repeat it
+    logging.getLogger("mdc").setLevel(logging.INFO if is_first_rank() else logging.ERROR)  # the others would repeat it
 
     from mdc.config import load_params
     from mdc.errors import UserError
